@@ -115,6 +115,8 @@ def identifiable(
 ) -> None:
     """A knob must be able to show its effect in the evidence it is given, and that must have what it measures by."""
     spec, name, evidence = knob.spec, knob.name, knob.evidence
+    if spec.acts_on not in SEEN_BY:
+        raise ConfigError(f"{name}: acts_on is {spec.acts_on!r}; a knob acts on one of {sorted(SEEN_BY)}")
     explored = spec.spread.width != 0.0
     if evidence.diverges and explored:
         if spec.acts_on == "merge":

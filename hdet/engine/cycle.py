@@ -24,9 +24,10 @@ from hdet.engine.tail import FollowedTail, possible
 from hdet.engine.tally import Losses, Tally, WindowLosses
 from hdet.errors import ConfigError, DivergedError
 from hdet.evidence import Collector, Harvest, Scene, Window
-from hdet.evidence.collector import told_by
+from hdet.evidence.collector import at_work, told_by
 from hdet.history import History, WindowRecord
 from hdet.hparams import WeightDecay
+from hdet.merging import Merger
 from hdet.replicas import Replica, Terms, tensors
 from hdet.replicas.alike import require_alike
 from hdet.replicas.anchor import Anchor
@@ -77,12 +78,17 @@ class Cycle:
             plan.objective,
             plan.outer,
         )
-        self.collectors: list[Collector] = [source.collect(scene, plan.judged_by(source)) for source in plan.evidence]
+        self.collectors: list[Collector] = [at_work(source, scene, plan.judged_by(source)) for source in plan.evidence]
         self._observers = [collector for collector in self.collectors if _has(collector, "exit")]
         self.watch: Watch | None = plan.guard.watch(scene) if plan.guard is not None else None
         tail = possible(plan.tail, self.hosts[0][1], plan.total_steps)
         self.tail = tail.follow(scene, plan.total_steps) if tail is not None and plan.total_steps is not None else None
-        self.merger = plan.merge.at_work(scene)
+        merger: object = plan.merge.at_work(scene)
+        if not isinstance(merger, Merger):
+            raise ConfigError(
+                f"{type(plan.merge).__name__}.at_work returned {merger!r}; it returns a hdet.merges.Merger"
+            )
+        self.merger = merger
         self.noise_scale: NoiseScale | None = None
         self.noise = NoiseMeter(self.home, paired=plan.paired) if plan.noise_scale else None
         self.tally = Tally(self.home, stay_alike=not plan.apart)

@@ -107,6 +107,18 @@ class Collector:
         """Restore `state_dict` in mid-window; with `None`, the window was opened anew: only what outlives windows."""
 
 
+def at_work(evidence: Evidence, scene: Scene, knobs: Sequence[BoundKnob]) -> Collector:
+    """The collector of an evidence, which may be one of somebody's own.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    found: object = evidence.collect(scene, knobs)
+    if not isinstance(found, Collector):
+        raise ConfigError(f"{type(evidence).__name__}.collect returned {found!r}; it returns a hdet.evidence.Collector")
+    return found
+
+
 def told_by(collector: Collector, harvest: Harvest) -> dict[str, Estimate]:
     """What a collector, which may be one of somebody's own, returns at a window's end.
 

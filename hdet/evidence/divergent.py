@@ -82,6 +82,12 @@ class DivergentCollector(Collector):
             names=[knob.name for knob in self.knobs],
             two_level=self.two_level,
         )
+        wanted = (len(self.ladders[0]), len(self.knobs))
+        if drawn.shape != wanted:
+            raise ConfigError(
+                f"{type(self.design).__name__}._assign gave an array of shape {drawn.shape}; {wanted} is wanted, a row "
+                f"for each replica and a column for each knob"
+            )
         for column, knob in enumerate(self.knobs):
             knob.spread(drawn[:, column], self.centres[column])
 
@@ -97,8 +103,27 @@ class DivergentCollector(Collector):
             shifts=np.array([knob.shift for knob in self.knobs]),
             valid=harvest.valid,
         )
-        estimates, self.state = self.estimator.estimate(self.state, comparison)
+        estimates, self.state = self._told(self.estimator.estimate(self.state, comparison))
         return {knob.name: estimate for knob, estimate in zip(self.knobs, estimates, strict=True)}
+
+    def _told(self, answer: object) -> tuple[list[Estimate], Any]:
+        """What an estimator, which may be one of somebody's own, answered.
+
+        Raises:
+            ConfigError: it is no list of an estimate for each knob, with the state.
+        """
+        if isinstance(answer, tuple) and len(answer) == 2:
+            estimates, state = answer
+            if (
+                isinstance(estimates, list)
+                and len(estimates) == len(self.knobs)
+                and all(isinstance(estimate, Estimate) for estimate in estimates)
+            ):
+                return estimates, state
+        raise ConfigError(
+            f"{type(self.estimator).__name__}.estimate returned {answer!r}; it returns a list of {len(self.knobs)} "
+            f"Estimates, one for each knob in order, and its next state"
+        )
 
     def _tilted(self, tilt: float, levels: NDArray[np.float64], harvest: Harvest) -> dict[str, Estimate]:
         """Central differences of the probe loss along each knob's contrast of weights, about the mean.

@@ -36,6 +36,7 @@ class Holding(NamedTuple):
     value: object
 
 
+@runtime_checkable
 class Binding(Protocol):
     """One knob's place in one replica. `targets` names the scalars it writes, to refuse two knobs on one.
 
@@ -249,13 +250,17 @@ class ModelBinding:
     """Scalars inside the model that move together: KnobTensors, and plain attributes of modules.
 
     Raises:
-        ConfigError: an attribute holds something else.
+        ConfigError: there are none, or an attribute holds something else.
     """
 
     cells: Sequence[KnobTensor | Attribute]
     bounds: Bounds
 
     def __post_init__(self) -> None:
+        if not self.cells:
+            raise ConfigError(
+                "a ModelBinding was given no scalars; a knob's bind finds them, or raises hdet.errors.MatchError"
+            )
         for cell in self.cells:
             _held(cell)
 

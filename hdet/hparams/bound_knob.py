@@ -52,6 +52,12 @@ class BoundKnob:
     def __init__(self, spec: Knob, bindings: Sequence[Binding], n: int) -> None:
         if spec.controller is None or spec.evidence is None:
             raise ConfigError(f"{spec.label}: its declaration is not complete (hdet.engine.defaults.complete)")
+        for binding in bindings:
+            if not isinstance(binding, Binding):
+                raise ConfigError(
+                    f"{spec.label}: {type(spec).__name__}.bind returned {binding!r}; it returns a binding, such as "
+                    f"hdet.hparams.binding.ModelBinding, with read, write, overwritten and targets"
+                )
         self.spec = spec
         self.controller = spec.controller
         self.evidence = spec.evidence

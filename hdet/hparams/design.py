@@ -59,7 +59,7 @@ class Design(Spec, family="design"):
                 f"every knob needs the same number of levels, one a replica; got the shapes "
                 f"{dict(zip(names, (column.shape for column in columns), strict=True))}"
             )
-        return self._assign(columns, seed, window, names, two_level)
+        return np.asarray(self._assign(columns, seed, window, names, two_level), dtype=np.float64)
 
     @abstractmethod
     def _assign(self, levels: Levels, seed: int, window: int, names: Sequence[str], two_level: Sequence[bool]) -> Array:

@@ -11,6 +11,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, lru_cache
 from importlib import import_module
+from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -69,9 +70,18 @@ class Schedule(Spec, family="schedule"):
 
 
 def sampled(schedule: Schedule) -> list[float]:
-    """The values at up to about `SAMPLES` steps, evenly spaced; of a schedule without an end, at its first."""
+    """The values at up to about `SAMPLES` steps, evenly spaced; of a schedule without an end, at its first.
+
+    Raises:
+        ConfigError: one of them is no number.
+    """
     total = schedule.total_steps
-    return [schedule(t) for t in range(0, total or 1, max(1, (total or 1) // SAMPLES))]
+    steps = range(0, total or 1, max(1, (total or 1) // SAMPLES))
+    values = [schedule(t) for t in steps]
+    for t, value in zip(steps, values, strict=True):
+        if not isinstance(value, Real):
+            raise ConfigError(f"{type(schedule).__name__} gave {value!r} at step {t}; a schedule gives a float")
+    return values
 
 
 @register

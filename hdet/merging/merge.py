@@ -140,5 +140,7 @@ class Averager(Merger):
         """
 
     def merge(self, harvest: Harvest) -> list[int] | None:
-        self.scene.replicas.mean(harvest.valid.tolist(), self.optimizer, self.weights(harvest))
+        weights = self.weights(harvest)
+        counts = None if weights is None else np.asarray(weights, dtype=np.float64)
+        self.scene.replicas.mean(harvest.valid.tolist(), self.optimizer, counts)
         return None

@@ -13,11 +13,15 @@ import hdet
 import hdet.nn
 from hdet import Engine
 from hdet.controllers import Calibrate, Controller, Gated, Hold
-from hdet.designs import Hadamard
+from hdet.designs import Hadamard, Permutation
 from hdet.errors import ConfigError, HdetError, IdentifiabilityError, MatchError, StepError
+from hdet.estimators import LeastSquares
 from hdet.evidence import Divergent
-from hdet.schedules import Cosine, OneCycle
-from hdet.spreads import Symmetric, TwoLevel
+from hdet.hparams.binding import Attribute, ModelBinding
+from hdet.merges import Mean
+from hdet.schedules import Constant, Cosine, OneCycle
+from hdet.spaces import Linear, Space
+from hdet.spreads import Spread, Symmetric, TwoLevel
 
 
 def make(problem: Any, knobs: Any, n: int = 4, **options: Any) -> Engine:
@@ -427,9 +431,20 @@ class Forgetful(Divergent):
         return collector
 
 
+class Unreturned(LeastSquares):
+    """An estimator that forgets its state."""
+
+    def estimate(self, state: Any, comparison: Any) -> Any:
+        return super().estimate(state, comparison)[0]
+
+
 @pytest.mark.parametrize(
     ("knob", "message"),
     [
+        (
+            hdet.LearningRate(evidence=Divergent(estimator=Unreturned())),
+            r"Unreturned.estimate returned \[Estimate.*it returns a list of 1 Estimates, one for each knob in order",
+        ),
         (
             hdet.LearningRate(controller=MovesOnly()),
             r"MovesOnly.step returned 0.1; it returns a move and a state, as a pair",
@@ -444,6 +459,78 @@ def test_members_that_answer_something_else_are_named(knob: Any, message: str, p
     engine = make(problem, [knob], window=1)
     with pytest.raises(ConfigError, match=message):
         engine.step([0.0] * 4)
+
+
+class Bare(hdet.Knob):
+    """A knob whose parts are given to it."""
+
+    space: Space = Linear()
+    bounds: tuple[float, float] = (0.0, 1.0)
+    spread: Spread = TwoLevel(0.0)
+    acts: Any = "forward"
+    answer: Any = None
+
+    @property
+    def acts_on(self) -> Any:
+        return self.acts
+
+    def bind(self, model: Any, optimizer: Any) -> Any:
+        return self.answer(model) if self.answer else None
+
+
+class Nowhere(Divergent):
+    """Evidence that forgets to return its collector."""
+
+    def collect(self, scene: Any, knobs: Any) -> Any:
+        super().collect(scene, knobs)
+
+
+class Transposed(Permutation):
+    """A design with a row for each knob."""
+
+    def _assign(self, *args: Any) -> Any:
+        return super()._assign(*args).T
+
+
+class Unmerged(Mean):
+    """A merge that forgets to return its merger."""
+
+    def at_work(self, scene: Any) -> Any:
+        super().at_work(scene)
+
+
+class Tensors(Constant):
+    """A schedule of tensors."""
+
+    def __call__(self, t: int) -> Any:
+        return torch.tensor(self.value)
+
+
+def first_module(model: nn.Module) -> ModelBinding:
+    return ModelBinding([Attribute(model[1], "p")], (0.0, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"knobs": [Bare(name="own")]}, r"own: Bare\.bind returned None; it returns a binding, such as"),
+        ({"knobs": [Bare(answer=lambda model: ModelBinding([], (0.0, 1.0)))]}, "a ModelBinding was given no scalars"),
+        ({"knobs": [Bare(acts="both", answer=first_module)]}, r"acts_on is 'both'; a knob acts on one of \['forw"),
+        ({"knobs": [hdet.LearningRate(evidence=Nowhere())]}, r"Nowhere\.collect returned None; it returns a hdet\.ev"),
+        (
+            {"knobs": [hdet.LearningRate(evidence=Divergent(design=Transposed()))]},
+            r"Transposed\._assign gave an array of shape \(1, 4\); \(4, 1\) is wanted",
+        ),
+        (
+            {"knobs": [hdet.LearningRate(schedule=Tensors(0.1))]},
+            r"Tensors gave tensor\(.*\) at step 0; a schedule gives a float",
+        ),
+        ({"knobs": [], "merge": Unmerged()}, r"Unmerged\.at_work returned None; it returns a hdet\.merges\.Merger"),
+    ],
+)
+def test_members_that_return_nothing_of_use_are_named(given: Any, message: str, problem: Any) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(problem, **given)
 
 
 class Noted(Gated):
