@@ -14,6 +14,7 @@ from hdet.app.modules import imported
 from hdet.app.run.optimizer import AdamW, Optimizer
 from hdet.app.run.signal import DeclaredProbe, Signal
 from hdet.app.tasks import Task, Workload
+from hdet.app.tasks.task import whole
 from hdet.document import override, read
 from hdet.engine.guard import Guard, Rewind
 from hdet.engine.tail import Tail, TailAverage
@@ -165,7 +166,8 @@ class RunConfig(Spec):
 
     def workload(self) -> Workload:
         """The task's data and models, loaded."""
-        return self.task.build(seed=self.seed, batch_size=self.batch_size, device=self.device)
+        built = self.task.build(seed=self.seed, batch_size=self.batch_size, device=self.device)
+        return whole(built, f"task {self.task.kind!r}")
 
     def choices(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, warmup_steps: int | None = None

@@ -8,11 +8,9 @@ from typing import Any
 from pydantic import Field
 
 from hdet.app.modules import imported
-from hdet.app.tasks.task import Task, Workload
+from hdet.app.tasks.task import Task, Workload, whole
 from hdet.errors import ConfigError
 from hdet.spec import meant, register
-
-WORKLOAD = ("facts", "model", "groups", "batch", "loss", "probe", "test_loss")
 
 
 @register
@@ -39,11 +37,4 @@ class Imported(Task):
             signature(function).bind(**given)
         except TypeError as error:
             raise ConfigError(f"task {self.path!r} is called with {', '.join(given)}=: {error}") from None
-        workload = function(**given)
-        missing = [name for name in WORKLOAD if not hasattr(workload, name)]
-        if missing:
-            raise ConfigError(
-                f"task {self.path!r} returned a {type(workload).__name__} without {', '.join(missing)}; "
-                f"a workload has {', '.join(WORKLOAD)}"
-            )
-        return workload  # type: ignore[no-any-return]  # checked member by member above
+        return whole(function(**given), f"task {self.path!r}")

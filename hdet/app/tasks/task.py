@@ -8,13 +8,17 @@ exactly the data that the killed one would have seen, and N replicas never share
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 from torch import Tensor, nn
 
+from hdet.errors import ConfigError
 from hdet.spec import Spec
 
 Batch = Any
+
+WORKLOAD = ("facts", "model", "groups", "batch", "loss", "probe", "test_loss")
+"""What a `Workload` has."""
 
 
 @runtime_checkable
@@ -53,6 +57,21 @@ def decaying_matrices(model: nn.Module) -> list[dict[str, Any]]:
         {"name": "decay", "params": [p for p in parameters if p.dim() >= 2]},
         {"name": "no_decay", "params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
+
+
+def whole(workload: object, task: str) -> Workload:
+    """What a task, which may be somebody's own, was built to.
+
+    Raises:
+        ConfigError: it lacks members of a workload.
+    """
+    missing = [name for name in WORKLOAD if not hasattr(workload, name)]
+    if missing:
+        raise ConfigError(
+            f"{task} returned a {type(workload).__name__} without {', '.join(missing)}; "
+            f"a workload has {', '.join(WORKLOAD)}"
+        )
+    return cast(Workload, workload)
 
 
 class Task(Spec, family="task"):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from hdet.app.run.config import RunConfig
 from hdet.app.tasks import Digits, Imported, Task
 from hdet.errors import ConfigError
 
@@ -60,3 +62,16 @@ def test_an_error_inside_the_users_function_stays_what_it_is() -> None:
 def test_a_path_has_a_module_and_a_function(path: str) -> None:
     with pytest.raises(ConfigError, match="path"):
         Imported(path)
+
+
+class Unbuilt(Task):
+    """A task that forgets to return its workload."""
+
+    def build(self, **given: Any) -> Any:
+        pass
+
+
+def test_a_task_of_ones_own_that_returns_no_workload_is_named() -> None:
+    config = RunConfig.from_dict({"task": Unbuilt(), "steps": 4})
+    with pytest.raises(ConfigError, match="returned a NoneType without facts, model, groups"):
+        config.workload()
