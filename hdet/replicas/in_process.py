@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from itertools import compress
+from numbers import Integral
 
 import numpy as np
 import torch
@@ -217,6 +218,8 @@ def _mean(members: Sequence[Sequence[Tensor]], shares: Sequence[float]) -> None:
 
 
 def check_pair(model: nn.Module, optimizer: Optimizer, n: int) -> None:
+    if not isinstance(n, Integral):
+        raise ConfigError(f"n, the number of replicas, is a whole number, got {n!r}")
     if n < 1:
         raise ConfigError(f"n must be at least 1, got {n}")
     own = set(model.parameters())

@@ -172,6 +172,11 @@ ENGINES: dict[str, tuple[Callable[[Any], Any], type[HdetError], str]] = {
         "learning_rate: a spread of 0.1 needs at least 2 replicas to compare, there is 1; replicate with "
         "n >= 2, set its spread to width 0",
     ),
+    "half a replica": (
+        lambda p: make(p, [], n=2.5),
+        ConfigError,
+        "n, the number of replicas, is a whole number, got 2.5",
+    ),
     "no replica": (lambda p: make(p, [], n=0), ConfigError, "n must be at least 1, got 0"),
     "forward knob, shared gradients": (
         lambda p: make(p, [hdet.AttentionTemperature()], signal=p.probe()),
