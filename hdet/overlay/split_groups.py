@@ -195,6 +195,8 @@ class SplitGroups:
                 if (index, key) not in kept and isinstance(entry, PLAIN) and whole.get(key) != entry:
                     changed.add(key)
                 _pass_on(whole, key, part)
+            for key in [key for key in whole if key not in part]:  # as a step count, where the run began anew
+                del whole[key]
             self._known.append({key: (entry, _version(entry)) for key, entry in whole.items() if key not in changed})
         self._optimizer.param_groups = self._list
         if isinstance(self._optimizer, ChainedOptimizer) and not self._optimizer.stepping:

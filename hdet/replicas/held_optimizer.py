@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
+from hdet.hparams.clipping import ENTRY as CLIPPED
 from hdet.hparams.param_groups import ids_of, parameters_of
 from hdet.nested import mapped
 from hdet.replicas import host_memory, schedule_free, tensors
@@ -161,6 +162,8 @@ class HeldOptimizer:
         for index, key in kept_in_groups(optimizer):
             if key in self._groups[index]:
                 _write(optimizer.param_groups[index], key, self._groups[index][key])
+            elif key != CLIPPED:  # made by a step since, as a step count
+                del optimizer.param_groups[index][key]
 
     def averaged(self, parameters: Sequence[nn.Parameter], y: Sequence[Tensor], *, now: bool = False) -> list[Tensor]:
         """The average that a Schedule-Free optimizer evaluates, of the time of the held state; y of any other.

@@ -167,6 +167,19 @@ def test_numbers_that_an_optimizer_keeps_in_its_groups_are_each_parts_own(as_ten
         assert traveled(first, other, begun) == whole
 
 
+def test_a_number_that_is_gone_from_the_parts_is_gone_from_their_group() -> None:
+    """As a step count that the optimizer keeps in its groups, where a run begins anew."""
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    split = SplitGroups(optimizer, {id(parameters[0]): "first"})
+    for counted in (True, False):
+        split.put_in()
+        for part in optimizer.param_groups:
+            part.update({"step": 3}) if counted else part.pop("step")
+        split.take_out()
+        assert ("step" in optimizer.param_groups[0]) == counted
+
+
 def test_a_state_of_parts_with_other_parameters_is_refused() -> None:
     """Though their names and shapes are the same; the search goes on as it was."""
 

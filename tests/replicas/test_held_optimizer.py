@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+import hdet
 from hdet.replicas.held_optimizer import HeldOptimizer, kept_in_groups, load
 
 OPTIMIZERS: dict[str, tuple[Callable[[Any], Optimizer], set[str]]] = {
@@ -100,6 +101,32 @@ def test_before_its_first_step_it_has_none_and_gets_none_back() -> None:
     step(model, optimizer, 0)
     held.put_back(optimizer)
     assert not optimizer.state
+
+
+class CountsInGroups(Optimizer):
+    """It counts its steps in its groups, from the first one on."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for parameter in group["params"]:
+                parameter.sub_(group["lr"] / group["step"])
+
+
+def test_numbers_that_its_steps_made_in_the_groups_are_gone_where_there_were_none() -> None:
+    optimizer = CountsInGroups([nn.Parameter(torch.ones(2))])
+    held = HeldOptimizer(optimizer)
+    held.take()
+    hdet.clip_gradients(optimizer, 1.0)
+    optimizer.step()
+    assert optimizer.param_groups[0]["step"] == 1
+    held.put_back(optimizer)
+    assert "step" not in optimizer.param_groups[0]
+    assert optimizer.param_groups[0]["clip_norm"] == 1.0  # which is the user's
 
 
 @pytest.mark.parametrize("entry", ["lr", "weight_decay", "betas", "initial_lr"])
