@@ -90,7 +90,8 @@ class HeldOptimizer:
     @property
     def averages(self) -> bool:
         """Whether the optimizer evaluates an average of the weights (`averaged`)."""
-        return any("z" in state for state in self._states)
+        # D-Adaptation and FTRL keep a z of their own.
+        return schedule_free.is_schedule_free(self._optimizer) and any("z" in state for state in self._states)
 
     @torch.no_grad()
     def take(self, lent: HeldOptimizer | None = None) -> None:

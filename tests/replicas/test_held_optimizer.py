@@ -129,6 +129,17 @@ def test_numbers_that_its_steps_made_in_the_groups_are_gone_where_there_were_non
     assert optimizer.param_groups[0]["clip_norm"] == 1.0  # which is the user's
 
 
+def test_a_state_called_z_alone_is_no_average_of_schedule_frees() -> None:
+    """FTRL and D-Adaptation keep one, too."""
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    optimizer.state[parameter]["z"] = torch.full((2,), 7.0)
+    held = HeldOptimizer(optimizer)
+    held.take()
+    assert not held.averages
+    assert torch.equal(held.averaged([parameter], [parameter.detach()])[0], torch.ones(2))
+
+
 @pytest.mark.parametrize("entry", ["lr", "weight_decay", "betas", "initial_lr"])
 def test_what_was_written_into_the_groups_since_stays(entry: str) -> None:
     _, optimizer = made("adamw")
