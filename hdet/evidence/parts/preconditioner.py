@@ -82,8 +82,11 @@ def _scale(
     # Some have another arithmetic for the same entry: Adafactor of Transformers, whose `eps` are two.
     if second is not None and isinstance(group.get("eps"), (int, float, Tensor)):
         correction: Tensor | float = 1.0
-        if "step" in state and "betas" in group:
-            correction = 1.0 - without_waiting(group["betas"][1]) ** at_least_1(without_waiting(state["step"]))
+        steps = state.get("step", group.get("step"))  # some count in their groups
+        if (
+            steps is not None and "betas" in group and "adopt" not in type(optimizer).__name__.lower()
+        ):  # it corrects none
+            correction = 1.0 - without_waiting(group["betas"][1]) ** at_least_1(without_waiting(steps))
         return _over((second / correction).sqrt_().add_(float(group["eps"])), lr, felt=second)
     largest = own("exp_inf")
     if largest is not None:
@@ -113,9 +116,12 @@ def _momentum(group: Group) -> float:
 
 
 def keeps_nothing(optimizer: Optimizer) -> bool:
-    """Whether it has no state, though it may have stepped: of torch's own SGD alone; of others that is not known."""
+    """Whether it has no state, though it may have stepped: of torch's own SGD alone; of others that is not known.
+
+    To look into a state that is not there makes one of no entries.
+    """
     stateful = type(optimizer).__module__.startswith("torch.optim") and not isinstance(optimizer, torch.optim.SGD)
-    return not optimizer.state and not stateful
+    return not any(optimizer.state.values()) and not stateful
 
 
 def _over(divisor: Tensor, lr: Tensor | float, felt: Tensor) -> Tensor:

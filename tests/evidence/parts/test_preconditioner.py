@@ -165,7 +165,39 @@ class Homemade(Optimizer):
                 self.state[parameter]["memory"] = parameter.grad
 
 
-@pytest.mark.parametrize("make", [Homemade, SignDescent, lambda p: torch.optim.Adadelta(p, lr=0.1)])
+class Looking(SignDescent):
+    """It looks into the state, which makes one of no entries, and keeps nothing there."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert not any(self.state[parameter] for group in self.param_groups for parameter in group["params"])
+        super().step()
+
+
+class CountsInGroups(torch.optim.Adam):
+    """Adam, which counts its steps in its groups."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            group["step"] = max(float(self.state[parameter]["step"]) for parameter in group["params"])
+
+
+class Adopt(torch.optim.Adam):
+    """Whose mean of squares begins at the first of them, so that nothing is corrected."""
+
+
+def test_steps_that_are_counted_in_groups_are_the_corrections() -> None:
+    """An update of it is P g, whoever counts; of ADOPT nothing is corrected."""
+    optimizer, parameter, update = trained(lambda p: CountsInGroups(p, lr=0.1, betas=(0.0, 0.999)), varied())
+    del optimizer.state[parameter]["step"]
+    assert parameter.grad is not None
+    torch.testing.assert_close(read(optimizer, parameter) * parameter.grad, update)
+    adopt, parameter, _ = trained(lambda p: Adopt(p, lr=0.1), [GRADIENT])
+    torch.testing.assert_close(read(adopt, parameter), 0.1 / (adopt.state[parameter]["exp_avg_sq"].sqrt() + 1e-8))
+
+
+@pytest.mark.parametrize("make", [Homemade, SignDescent, Looking, lambda p: torch.optim.Adadelta(p, lr=0.1)])
 def test_an_unknown_optimizer_is_taken_for_plain_descent_and_named_once(make: Make) -> None:
     optimizer, parameter, _ = trained(make, [GRADIENT])
     with pytest.warns(UserWarning, match=type(optimizer).__name__):
