@@ -17,7 +17,7 @@ from hdet.errors import CheckpointError, ConfigError
 from hdet.evidence.parts.batch_statistics import Statistics
 from hdet.evidence.parts.directional import Block, Direction, Directional, DirectionalCollector
 from hdet.evidence.parts.losses_at import statistics_of_average
-from hdet.evidence.parts.preconditioner import decoupled, preconditioner
+from hdet.evidence.parts.preconditioner import decoupled, preconditioner, shrinkage
 from hdet.evidence.scene import Harvest, Scene, Window
 from hdet.hparams.binding import GroupBinding
 from hdet.hparams.bound_knob import BoundKnob
@@ -66,7 +66,7 @@ class Pull:
     """What decay did to the parameters of a group.
 
     Attributes:
-        total: the sum of lr * decay over the window's steps.
+        total: the sum of lr * decay over the window's steps (`shrinkage`).
         is_direct: whether decay acts on the weights and not through their gradient.
     """
 
@@ -127,7 +127,7 @@ class AnalyticCollector(DirectionalCollector):
         for pulls, binding in zip(self.pulls, self.bindings, strict=True):
             groups = binding.optimizer.param_groups
             for place, index in enumerate(binding.indices):  # as they are in force, each group's own
-                pulls[place] = pulls[place] + groups[index]["lr"] * groups[index]["weight_decay"]
+                pulls[place] = pulls[place] + shrinkage(groups[index])
 
     def close(self, harvest: Harvest) -> dict[str, Estimate]:
         now = self.scene.moving.values()

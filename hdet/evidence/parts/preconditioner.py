@@ -17,6 +17,9 @@ Group = dict[str, Any]
 MOST_MOMENTUM = 0.9999
 """What more counts as: at 1 and beyond what a lasting gradient comes to has no end."""
 
+TELL_OF_DECAY = ("decoupled_weight_decay", "weight_decouple", "decouple", "decoupled")
+"""Entries of groups that tell whether decay acts on the weights: torch's, pytorch-optimizer's, Prodigy's and timm's."""
+
 _warned: set[tuple[str, str]] = set()
 
 
@@ -143,14 +146,23 @@ def at_least_1(steps: float | Tensor) -> float | Tensor:
 
 def decoupled(optimizer: Optimizer, group: Group) -> bool:
     """Whether weight decay acts on the weights directly (AdamW) and not through the gradient (L2)."""
-    if "decoupled_weight_decay" in group:
-        return bool(group["decoupled_weight_decay"])
+    told = next((bool(group[name]) for name in TELL_OF_DECAY if isinstance(group.get(name), int)), None)
     optimizer = steps_by(optimizer, group)
+    name = type(optimizer).__name__
     if type(optimizer).__module__.startswith("torch.optim"):
-        return type(optimizer).__name__ in ("AdamW", "Adafactor", "Muon")
-    if "AdamW" not in type(optimizer).__name__:
+        return name in ("AdamW", "Adafactor", "Muon") if told is None else told
+    acts = name == "Adan" or told is not False  # Adan's other way is a proximal step, which shrinks weights as much
+    if not acts:
+        _warn(optimizer, "decays weights, and takes it for a gradient of decay * weight, as its parameter groups say")
+    elif "AdamW" not in name:
         _warn(optimizer, "decays weights, and takes it for lr * decay * weight")
-    return True
+    return acts
+
+
+def shrinkage(group: Group) -> Any:
+    """The share of weights that decoupled decay takes in a step: lr * decay, or decay alone if it is `fixed_decay`."""
+    fixed = group.get("fixed_decay") is True and group.get("weight_decouple") is True
+    return group["weight_decay"] if fixed else group["lr"] * group["weight_decay"]
 
 
 def _warn(optimizer: Optimizer, what: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hdet.evidence.parts.preconditioner import decoupled, without_waiting
+from hdet.evidence.parts.preconditioner import decoupled, shrinkage, without_waiting
 from hdet.hparams.binding import GroupBinding
 from hdet.replicas import tensors
 
@@ -78,7 +78,7 @@ class Trace(ABC):
         direction = [self.direction[number] for number in stepped]
         lr, decay = without_waiting(group["lr"]), without_waiting(group["weight_decay"])
         if decoupled(self.optimizer, group) and (isinstance(decay, Tensor) or decay != 0.0):
-            torch._foreach_mul_(direction, 1.0 - lr * decay)
+            torch._foreach_mul_(direction, 1.0 - without_waiting(shrinkage(group)))
         if isinstance(lr, Tensor):
             torch._foreach_sub_(direction, torch._foreach_mul(change, lr))
         else:

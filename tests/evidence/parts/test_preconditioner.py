@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, NAdam, Optimizer
 
 import hdet.evidence.parts.preconditioner as room
-from hdet.evidence.parts.preconditioner import MOST_MOMENTUM, decoupled, preconditioner
+from hdet.evidence.parts.preconditioner import MOST_MOMENTUM, decoupled, preconditioner, shrinkage
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
 GRADIENT = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
@@ -247,3 +247,33 @@ def test_an_unknown_optimizers_decay_is_taken_for_decoupled_and_named_once() -> 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert decoupled(optimizer, group)
+
+
+class Told(Homemade):
+    """Its groups tell how it decays."""
+
+    def __init__(self, parameters: Any, **told: bool) -> None:
+        super().__init__(parameters)
+        self.param_groups[0].update(told)
+
+
+class Adan(Told):
+    """Which decays by a proximal step where it is not told to decouple decay."""
+
+
+@pytest.mark.parametrize("entry", ["weight_decouple", "decouple", "decoupled", "decoupled_weight_decay"])
+def test_what_groups_tell_of_decay_is_believed_and_said(entry: str) -> None:
+    for kind, told, acts in [(Told, True, True), (Told, False, False), (Adan, False, True)]:
+        optimizer, _, _ = trained(lambda p, kind=kind, told=told: kind(p, **{entry: told}), [])  # type: ignore[misc]
+        taken_for = "lr . decay . weight" if acts else "a gradient of decay . weight, as its parameter groups say"
+        with pytest.warns(UserWarning, match=f"{kind.__name__} decays weights, and takes it for {taken_for}"):
+            assert decoupled(optimizer, optimizer.param_groups[0]) is acts
+
+
+def test_a_decay_that_the_rate_does_not_scale() -> None:
+    group = {"lr": 0.1, "weight_decay": 0.3}
+    assert shrinkage(group) == shrinkage({**group, "fixed_decay": False, "weight_decouple": True}) == 0.1 * 0.3
+    assert shrinkage({**group, "fixed_decay": True, "weight_decouple": True}) == 0.3
+    assert (
+        shrinkage({**group, "fixed_decay": True, "weight_decouple": False}) == 0.1 * 0.3
+    )  # a gradient, for which the rate counts
