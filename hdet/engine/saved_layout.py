@@ -216,6 +216,8 @@ def _alike(own: Any, saved: Any) -> bool:
     if isinstance(own, (tuple, list)):
         same_length = isinstance(saved, (tuple, list)) and len(own) == len(saved)
         return same_length and all(_alike(a, b) for a, b in zip(own, saved, strict=True))
+    if isinstance(own, bool):
+        return isinstance(saved, bool)
     if isinstance(own, Real) or (isinstance(own, Tensor) and own.dim() == 0):
         return not isinstance(saved, bool) and (
             isinstance(saved, Real) or (isinstance(saved, Tensor) and saved.dim() == 0)

@@ -416,7 +416,7 @@ def _replicas(cycle: Cycle, leave_out: Collection[str]) -> dict[str, Any]:
 def _point(cycle: Cycle, host: int, leave_out: Collection[str]) -> dict[str, Any]:
     """Where a model and its optimizer are now."""
     model, optimizer = cycle.hosts[host]
-    return {"model": copied_state(model, leave_out), "optimizer": copy.deepcopy(optimizer.state_dict())}
+    return {"model": copied_state(model, leave_out), "optimizer": copy.deepcopy(held_optimizer.unwrapped(optimizer))}
 
 
 def _alike(cycle: Cycle) -> bool:

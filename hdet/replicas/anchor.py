@@ -184,7 +184,8 @@ class Anchor:
 
     def _with_mean(self, state: Mapping[str, Any]) -> list[Tensor]:
         numbered = dict(enumerate(parameters_of(self._optimizer)))
-        return finite.with_mean((numbered.get(number), own) for number, own in state["state"].items())
+        states = ((numbered.get(number), own) for number, own in state["state"].items() if isinstance(own, Mapping))
+        return finite.with_mean(states)  # what is of no parameter may be a number
 
     def restore(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Put the point back into a model and its optimizer, in the memory that they have.

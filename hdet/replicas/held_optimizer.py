@@ -159,6 +159,9 @@ class HeldOptimizer:
                 else:
                     live[key] = _beside(parameter, group, key, value)
         tensors.copy_(targets, sources)
+        known = ids_of(optimizer)
+        for other in [key for key in optimizer.state if id(key) not in known and key not in self._others]:
+            del optimizer.state[other]
         optimizer.state.update({key: _copied(value, None) for key, value in self._others.items()})  # type: ignore[misc]
         for index, key in kept_in_groups(optimizer):
             if key in self._groups[index]:
@@ -199,7 +202,7 @@ class HeldOptimizer:
             live: with the parameters' state that the optimizer itself has.
         """
         with self._substituted(live):
-            return self._optimizer.state_dict()
+            return unwrapped(self._optimizer)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Hold what an optimizer's `state_dict` gave."""
@@ -250,6 +253,17 @@ def refilled(before: Sequence[Mapping[Any, Any]], live: Sequence[Mapping[Any, An
                 found[-1][key] = _copied(value, device)
     host_memory.copy_(targets, sources)
     return found
+
+
+def unwrapped(optimizer: Optimizer) -> dict[str, Any]:
+    """The optimizer's `state_dict`, each parameter's state as it is: bitsandbytes wraps its own, and loads both."""
+    found = optimizer.state_dict()
+    if getattr(optimizer, "state_in_parts", False):
+        return found
+    numbers = [number for group in found["param_groups"] for number in group["params"]]
+    own = {number: optimizer.state.get(each) for number, each in zip(numbers, parameters_of(optimizer), strict=True)}
+    wrapped = {number for number, held in own.items() if held and held.keys() - found["state"].get(number, held).keys()}
+    return {**found, "state": {**found["state"], **{n: dict(own[n]) for n in wrapped}}} if wrapped else found
 
 
 def load(optimizer: Optimizer, state: dict[str, Any]) -> None:

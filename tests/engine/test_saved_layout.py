@@ -16,6 +16,37 @@ import hdet
 from hdet.errors import CheckpointError, HdetError
 
 Make = Callable[..., hdet.Engine]
+
+
+class Flagged(torch.optim.SGD):
+    """It keeps a switch in the state of each parameter, as timm's Muon does."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+            self.state[parameter]["flag"] = parameter.dim() == 2
+        super().step()
+
+
+class Counting(torch.optim.SGD):
+    """It keeps a number in a state of no parameter."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.state["steps"] = self.state.get("steps", 0) + 1  # type: ignore[index, call-overload]
+        super().step()
+
+
+class Wrapping(torch.optim.SGD):
+    """Its `state_dict` has some of the state in a mapping of its own, as that of bitsandbytes does."""
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        return {**state, "state": {number: {"wrapped": dict(own)} for number, own in state["state"].items()}}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        states = {number: own.get("wrapped", own) for number, own in state_dict["state"].items()}
+        super().load_state_dict({**state_dict, "state": states})
+
+
 MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
     "amsgrad": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
@@ -25,6 +56,9 @@ MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
     "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "flagged": lambda p: Flagged(p, lr=0.01, momentum=0.9),
+    "counting": lambda p: Counting(p, lr=0.01, momentum=0.9),
+    "wrapping": lambda p: Wrapping(p, lr=0.01, momentum=0.9),
     "asgd": lambda p: torch.optim.ASGD(p, lr=0.01),
     "chained": lambda p: hdet.ChainedOptimizer(
         torch.optim.SGD(itertools.islice(p, 2), lr=0.01, momentum=0.9), torch.optim.Adagrad(p, lr=0.01)

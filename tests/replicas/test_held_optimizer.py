@@ -129,6 +129,16 @@ def test_numbers_that_its_steps_made_in_the_groups_are_gone_where_there_were_non
     assert optimizer.param_groups[0]["clip_norm"] == 1.0  # which is the user's
 
 
+def test_a_state_of_no_parameter_is_gone_where_there_was_none() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer: Any = torch.optim.SGD([parameter], lr=0.1)
+    held = HeldOptimizer(optimizer)
+    held.take()
+    optimizer.state["begun"] = True
+    held.put_back(optimizer)
+    assert not optimizer.state
+
+
 def test_a_state_called_z_alone_is_no_average_of_schedule_frees() -> None:
     """FTRL and D-Adaptation keep one, too."""
     parameter = nn.Parameter(torch.ones(2))
