@@ -17,7 +17,7 @@ from hdet.hparams.clipping import ENTRY as CLIPPED
 from hdet.hparams.param_groups import ids_of, parameters_of
 from hdet.nested import mapped
 from hdet.replicas import host_memory, schedule_free, tensors
-from hdet.replicas.chained_optimizer import OWNER, steps_by
+from hdet.replicas.chained_optimizer import OWNER, chained, steps_by
 
 State = dict[str, Any]
 
@@ -28,6 +28,11 @@ SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_
 SETTINGS = frozenset({"params", "lr", "betas", "momentum", "weight_decay", "eps", OWNER}) | SCHEDULERS
 """Entries that are nobody's state, even of an optimizer whose constructor does not name them (a wrapper's)."""
 
+
+OF_SCHEDULERS = ("_opt_called", "_step_count")
+"""Attributes of an optimizer by which torch's schedulers see that it has stepped."""
+
+PLAIN = (bool, int, float)
 
 _MUON = (torch.optim.Muon,) if hasattr(torch.optim, "Muon") else ()  # torch 2.9 has it
 OF_GRADIENTS = (SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Adafactor, *_MUON)
@@ -62,6 +67,15 @@ def kept_in_groups(optimizer: Optimizer) -> list[tuple[int, str]]:
     return found
 
 
+def _numbers(optimizer: Optimizer) -> State:
+    """Numbers and switches that an optimizer other than torch's keeps beside its state, as attributes."""
+    if type(optimizer).__module__.startswith("torch.optim"):
+        return {}
+    return {
+        name: value for name, value in vars(optimizer).items() if name not in OF_SCHEDULERS and type(value) in PLAIN
+    }
+
+
 class HeldOptimizer:
     """A copy of an optimizer's state, in memory that persists from one `take` to the next.
 
@@ -77,6 +91,7 @@ class HeldOptimizer:
         self._lent: HeldOptimizer | None = None
         self._others: dict[Hashable, Any] = {}
         self._groups: list[State] = []
+        self._attributes: list[State] = []
 
     @property
     def lends(self) -> bool:
@@ -105,6 +120,7 @@ class HeldOptimizer:
         self._lent = lent
         self._take(self._live() if lent is None else [])
         self._take_rest({key: live[key] for key in live if id(key) not in known}, self._optimizer.param_groups)
+        self._attributes = [_numbers(each) for each in chained(self._optimizer)]
         self._wait()
 
     def _live(self) -> list[State]:
@@ -163,6 +179,8 @@ class HeldOptimizer:
         for other in [key for key in optimizer.state if id(key) not in known and key not in self._others]:
             del optimizer.state[other]
         optimizer.state.update({key: _copied(value, None) for key, value in self._others.items()})  # type: ignore[misc]
+        for each, numbers in zip(chained(optimizer), self._attributes, strict=False):  # none of a state that was loaded
+            vars(each).update(numbers)
         for index, key in kept_in_groups(optimizer):
             if key in self._groups[index]:
                 _write(optimizer.param_groups[index], key, self._groups[index][key])
@@ -206,7 +224,7 @@ class HeldOptimizer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Hold what an optimizer's `state_dict` gave."""
-        packed, self._lent = state["state"], None
+        packed, self._lent, self._attributes = state["state"], None, []
         numbers = [number for group in state["param_groups"] for number in group["params"]]
         self._take([packed.get(number, {}) for number in numbers])
         self._take_rest({key: packed[key] for key in packed if key not in set(numbers)}, state["param_groups"])

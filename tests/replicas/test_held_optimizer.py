@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -137,6 +138,37 @@ def test_a_state_of_no_parameter_is_gone_where_there_was_none() -> None:
     optimizer.state["begun"] = True
     held.put_back(optimizer)
     assert not optimizer.state
+
+
+class CountsItself(CountsInGroups):
+    """It knows of its first step by an attribute, as DoG does."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.first = True
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.first = False
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_numbers_that_it_keeps_beside_its_state_are_put_back(chained: bool) -> None:
+    own = CountsItself([nn.Parameter(torch.ones(2))])
+    optimizer: Optimizer = own
+    if chained:
+        optimizer = hdet.ChainedOptimizer(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1), own)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    held = HeldOptimizer(optimizer)
+    held.take()
+    for value in (True, False):
+        assert own.first is value
+        optimizer.step()
+    held.put_back(optimizer)
+    assert own.first
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scheduler.step()  # which has seen the optimizer's steps
 
 
 def test_a_state_called_z_alone_is_no_average_of_schedule_frees() -> None:
