@@ -326,6 +326,12 @@ def refuse_own_steps(optimizer: Optimizer) -> None:
             "Rprop reads its learning rate in the first step alone and finds the size of every other by itself, so no "
             "rate found later would be in force; hdet explores optimizers that step by their rate, such as AdamW"
         )
+    for each, group in [(own, group) for own in chained(optimizer) for group in own.param_groups]:
+        if group.get("relative_step") is True and group.get("lr") is not None:
+            raise ConfigError(
+                f"{type(each).__name__} with relative_step=True steps by a rate of its own, whatever its groups hold "
+                f"as lr, so no rate that is found would be in force; make it with relative_step=False and a rate"
+            )
     if any(isinstance(each, torch.optim.LBFGS) for each in chained(optimizer)):
         raise ConfigError(
             "L-BFGS looks at the loss many times in one step, along a line of its own, which no learning rate found in "

@@ -26,12 +26,14 @@ class Hand:
     """What is put in, whether it is, and what was there.
 
     Attributes:
+        put: what the groups held once it was put in.
         shift: tells how far the knob has been moved, for where the value cannot.
     """
 
     value: float | None = None
     in_force: bool = False
     theirs: list[Any] = field(default_factory=list)
+    put: list[Any] = field(default_factory=list)
     shift: Callable[[], float] | None = None
 
 
@@ -60,6 +62,7 @@ class LentGroups(GroupBinding):
         self.hand.value = value
         if self.hand.in_force:
             self._put(value)
+            self._note()
 
     def overwritten(self, value: float) -> None:
         """Nothing is: between steps the user's own value is there, and theirs to write."""
@@ -76,6 +79,32 @@ class LentGroups(GroupBinding):
         self.hand.in_force = True
         if self.hand.value is not None:
             self._put(self.hand.value)
+        self._note()
+
+    def _note(self) -> None:
+        groups = self.optimizer.param_groups
+        now = (
+            groups[index][self.key] if self.item is None else groups[index][self.key][self.item]
+            for index in self.indices
+        )
+        self.hand.put = [None if isinstance(entry, Tensor) else entry for entry in now]
+
+    def refuse_written(self) -> None:
+        """Nothing has written the entry while its value was in force. A tensor is not read, which would wait.
+
+        Raises:
+            StepError: the optimizer has, and what it wrote would be taken out.
+        """
+        before = self.hand.put
+        self._note()
+        for index, put, now in zip(self.indices, before, self.hand.put, strict=True):
+            if put is not None and now is not None and now != put:
+                knob = {"lr": "learning_rate", "betas": "beta1 or beta2"}.get(self.key, self.key)
+                raise StepError(
+                    f"the {type(self.optimizer).__name__} has written {self.key} of group {index} within its step "
+                    f"({now:g} in place of {put:g}), and hdet would take that out; leave it to "
+                    f"find that value alone: exclude=[{knob!r}], or a knob that you gave by leaving it out of knobs="
+                )
 
     def take_out(self) -> None:
         """Put back what was there."""
@@ -268,6 +297,14 @@ class Lending:
         if self._split is not None:
             self._split.take_out()
         self._update_is_out = stepped is None
+
+    def refuse_written(self) -> None:
+        """What is in force for a step is what was put in."""
+        if self._split is not None:
+            self._split.part()
+        for group in self.groups:
+            if group.hand.in_force:
+                group.refuse_written()
 
     def join_groups(self) -> None:
         """The optimizer is to step: what is in force stays so, by as few groups as there are different ones."""

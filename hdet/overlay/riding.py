@@ -230,6 +230,7 @@ class Riding:
             if skipped(self.optimizer):
                 self.passes.lost += 1
             elif not self.engine.finished:
+                self.lending.refuse_written()
                 record = self._advance()
         finally:
             self.lending.take_out_forward()

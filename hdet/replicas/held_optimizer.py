@@ -279,7 +279,9 @@ def unwrapped(optimizer: Optimizer) -> dict[str, Any]:
     if getattr(optimizer, "state_in_parts", False):
         return found
     numbers = [number for group in found["param_groups"] for number in group["params"]]
-    own = {number: optimizer.state.get(each) for number, each in zip(numbers, parameters_of(optimizer), strict=True)}
+    own = {
+        number: optimizer.state.get(each, {}) for number, each in zip(numbers, parameters_of(optimizer), strict=True)
+    }
     wrapped = {number for number, held in own.items() if held and held.keys() - found["state"].get(number, held).keys()}
     return {**found, "state": {**found["state"], **{n: dict(own[n]) for n in wrapped}}} if wrapped else found
 

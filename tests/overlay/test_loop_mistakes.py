@@ -102,6 +102,11 @@ def test_several_optimizers_and_line_searches_are_refused() -> None:
         attached(model, torch.optim.LBFGS(model.parameters()))
     with pytest.raises(ConfigError, match="Rprop reads its learning rate in the first step alone"):
         attached(model, torch.optim.Rprop(model.parameters()))
+    relative = torch.optim.SGD([{"params": list(model.parameters()), "relative_step": True}], lr=0.1)
+    with pytest.raises(
+        ConfigError, match="SGD with relative_step=True steps by a rate of its own, whatever its groups"
+    ):
+        attached(model, relative)
     first = attached(model, adamw(model))
     with pytest.raises(ConfigError, match=r"a search with another optimizer \(AdamW\) is attached to this model"):
         attached(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -109,6 +114,45 @@ def test_several_optimizers_and_line_searches_are_refused() -> None:
     second = attached(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert (first.attached, second.attached) == (False, True)
     second.detach()
+
+
+class Adapting(torch.optim.Optimizer):
+    """It finds its rate by itself, and keeps it in its groups."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["lr"] *= 1.1
+            for parameter in group["params"]:
+                parameter.sub_(group["lr"] * parameter.grad)
+
+
+def test_a_rate_that_is_written_within_a_step_is_an_error() -> None:
+    """It would be taken out with what hdet had put in. Left to the optimizer, the loop is what it was."""
+    found = []
+    for searched in (True, False):
+        model = network()
+        optimizer = Adapting(model.parameters(), lr=0.01)
+        if searched:
+            search = attached(model, optimizer, schedule=None)
+            with pytest.raises(StepError, match=r"Adapting has written lr of group 0 .* hdet would take that out"):
+                loop(model, optimizer, search=search)
+            search.detach()
+        model.load_state_dict(network().state_dict())
+        optimizer.zero_grad()
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01
+        left = ["learning_rate", "dropout"]
+        search = attached(model, optimizer, schedule=None, exclude=left, guard=None, tail=None) if searched else None
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            loop(model, optimizer, search=search)
+        found.append([*map(torch.clone, model.state_dict().values()), optimizer.param_groups[0]["lr"]])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
 
 
 class Twice(torch.optim.SGD):
