@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hdet.nn.names import named_modules
 from hdet.replicas.dense import can_be_written, has_arithmetic, resized
 
 LARGE = 2**22
@@ -97,6 +98,41 @@ def rows_kept(model: nn.Module) -> Iterator[None]:
             for weight, version, value in held:
                 if weight._version != version:
                     _part(weight).copy_(value)
+
+
+class Folding:
+    """Notices a forward pass that writes over trained weights and sets a flag with it, to undo both in another mode.
+
+    Weights alone, as of a layer that normalises them in each pass, and flags alone are no such thing.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, modules = model, list(model.modules())
+        self._flags = [
+            (module, name, own)
+            for module in modules
+            for name, own in vars(module).items()
+            if isinstance(own, bool) and name != "training"
+        ]
+        self._weights = [
+            (module, name, parameter, _writes(parameter))
+            for module in modules
+            if getattr(module, "max_norm", None) is None  # see `rows_kept`
+            for name, parameter in module._parameters.items()
+            if parameter is not None and parameter.requires_grad
+        ]
+
+    def found(self) -> tuple[str, str] | None:
+        """The first such weight and the first such flag by name, if the model has been written so."""
+        flags = [(module, name) for module, name, own in self._flags if vars(module).get(name, own) is not own]
+        if not flags:
+            return None
+        weights = [(module, name) for module, name, own, writes in self._weights if _writes(own) != writes]
+        return (self._name(*weights[0]), self._name(*flags[0])) if weights else None
+
+    def _name(self, module: nn.Module, name: str) -> str:
+        prefix = next(told for told, own in named_modules(self._model) if own is module)
+        return f"{prefix}.{name}" if prefix else name
 
 
 @contextmanager

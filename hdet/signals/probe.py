@@ -18,6 +18,7 @@ from hdet.errors import ConfigError, StepError
 from hdet.replicas.generators import numbers_lent
 from hdet.replicas.random_numbers import accelerators_in_use
 from hdet.replicas.tensors import evaluating
+from hdet.replicas.written_buffers import Folding
 from hdet.signals.batches import drawn_batches, number_of, require_batches
 from hdet.user_warning import warn
 
@@ -92,9 +93,22 @@ class Probe:
 
     @contextmanager
     def evaluated(self, model: nn.Module, window: int, optimizer: Optimizer | None = None) -> Iterator[None]:
-        """The model evaluates inside the block, with the same random numbers in all blocks of a window."""
+        """The model evaluates inside the block, with the same random numbers in all blocks of a window.
+
+        Raises:
+            StepError: evaluation has written over weights that are trained, and a flag of the model tells so.
+        """
         with evaluating(model, optimizer), numbers_lent(f"hdet.probe.loss:{window}", accelerators_in_use()):
+            folding = Folding(model)
             yield
+            if found := folding.found():
+                weight, flag = found
+                raise StepError(
+                    f"the forward pass in eval mode writes over the trained weight {weight} and notes it in {flag}, to "
+                    f"take it back in the next pass that trains; hdet puts weights of its own there in between, which "
+                    f"would be taken for rewritten ones: turn that off while it trains (rescale_every=0 in the config "
+                    f"of RWKV)"
+                )
 
     @torch.no_grad()
     def measure(

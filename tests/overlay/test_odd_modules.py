@@ -75,3 +75,43 @@ def test_it_is_searched_and_resumed(make: Any, assert_same: Any) -> None:
         assert len([name for name in search.shifts if "learning_rate" in name]) == 3
         ends.append([weight.detach() for weight in model.parameters()])
     assert_same(*ends)
+
+
+class Halved(nn.Module):
+    """Halves a weight by the first forward in eval mode, and doubles it by the first one that trains (RWKV)."""
+
+    def __init__(self, *, flagged: bool = True) -> None:
+        super().__init__()
+        self.layers = network()
+        self.halved, self.flagged = False, flagged
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        weight = self.layers[3].weight.detach()
+        if not self.flagged:
+            weight.clamp_(-3.0, 3.0)
+        elif self.halved == self.training:
+            weight.mul_(2.0 if self.training else 0.5)
+            self.halved = not self.training
+        return self.layers(inputs) * (2.0 if self.halved else 1.0)  # type: ignore[no-any-return]
+
+
+def trained(model: nn.Module, *, told: bool) -> hdet.Search:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, window=5, quiet=True)
+    for step in range(STEPS):
+        loss = loss_of(model, batch(step))
+        (search.loss(loss) if told else loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return search
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["told", "untold"])
+def test_weights_that_evaluation_rewrites_for_its_own_mode_are_refused(told: bool) -> None:
+    """What hdet writes over them in between would be doubled by the next pass that trains."""
+    with pytest.raises(hdet.errors.StepError, match=r"trained weight layers\.3\.weight and notes it in halved"):
+        trained(Halved(), told=told)
+
+
+def test_weights_that_every_pass_projects_are_let_be() -> None:
+    assert trained(Halved(flagged=False), told=True).finished
