@@ -372,7 +372,8 @@ def _adapted(choices: Sequence[Choice], knobs: Sequence[Knob], exclude: Sequence
     known = {_name(choice) for choice in choices}
     own = {knob.label: knob for knob in knobs}
     for name in exclude:
-        if name not in known | {_kind(one) for one in known}:
+        # Of dropouts that are plain numbers alone there is none by that name, and it is left out all the same.
+        if name not in known | {_kind(one) for one in known} | set(FORWARD):
             raise ConfigError(f"exclude names {name!r}, which the recipe does not explore; it has {_by_kind(known)}")
         if name in own:
             raise ConfigError(f"{name!r} is both in knobs= and in exclude=; leave one of them out")

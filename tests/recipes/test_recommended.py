@@ -116,6 +116,14 @@ def test_a_rate_that_is_a_plain_number_of_a_module_is_named_and_left_alone() -> 
     assert "hdet.Scalar('attention_dropout', get=..., set=...)" in choices["attention dropout"].reason
 
 
+def test_dropout_can_be_left_out_of_a_model_that_has_it_as_a_plain_number_alone() -> None:
+    """As of one without any: errors and pages tell to leave both out, whatever the model is."""
+    model = nn.Linear(8, 4)
+    model.attention_dropout = 0.1  # type: ignore[assignment]
+    choices = choose(model, adamw(model), STEPS, exclude=["dropout", "label_smoothing"])
+    assert [choice.subject for choice in choices if choice.knob is not None] == ["learning rate"]
+
+
 def test_nothing_it_chooses_diverges() -> None:
     model = network(dropout=nn.Dropout(0.1), smoothing=0.1)
     knobs = list(chosen(model, adamw(model, weight_decay=0.1)).values())
