@@ -68,8 +68,11 @@ def kept_in_groups(optimizer: Optimizer) -> list[tuple[int, str]]:
 
 
 def _numbers(optimizer: Optimizer) -> State:
-    """Numbers and switches that an optimizer other than torch's keeps beside its state, as attributes."""
-    if type(optimizer).__module__.startswith("torch.optim"):
+    """Numbers and switches that an optimizer keeps beside its state, as attributes.
+
+    None of torch's own, and none of one that holds parts of the state, whose numbers are of its communication.
+    """
+    if type(optimizer).__module__.startswith("torch.") or getattr(optimizer, "state_in_parts", False):
         return {}
     return {
         name: value for name, value in vars(optimizer).items() if name not in OF_SCHEDULERS and type(value) in PLAIN
