@@ -66,22 +66,24 @@ def examples() -> dict[str, Examples]:
 
 
 class SetBlock(nn.Module):
-    """Attention among the points, and a layer for each of them; both after a norm, on a residual stream."""
+    """Attention among places, and a layer for each of them; both after a norm, on a residual stream."""
 
-    def __init__(self, dropout: float, width: int) -> None:
+    def __init__(self, dropout: float, width: int, heads: int = HEADS, wider: int = 2, is_causal: bool = False) -> None:
         super().__init__()
+        self.heads, self.is_causal = heads, is_causal
         self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
-        self.wide = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        self.wide = nn.Sequential(nn.Linear(width, wider * width), nn.GELU(), nn.Linear(wider * width, width))
         self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, points, width] to the same."""
-        batch, points, width = x.shape
-        split = self.qkv(self.norms[0](x)).reshape(batch, points, 3, HEADS, width // HEADS).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(*split.unbind(0)).transpose(1, 2).reshape(batch, points, width)
-        x = x + self.dropout(self.out(mixed))
+        """[batch, places, width] to the same."""
+        batch, places, width = x.shape
+        split = self.qkv(self.norms[0](x)).reshape(batch, places, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        query, key, value = split.unbind(0)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=self.is_causal)
+        x = x + self.dropout(self.out(mixed.transpose(1, 2).reshape(batch, places, width)))
         return x + self.dropout(self.wide(self.norms[1](x)))  # type: ignore[no-any-return]
 
 
