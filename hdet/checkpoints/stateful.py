@@ -356,21 +356,29 @@ def _packed(control: dict[str, Any]) -> bytes:
     Raises:
         CheckpointError: an entry of a parameter group is no plain data.
     """
-    for number, group in enumerate(control["groups"]):
-        for key, value in group.items():
-            held = io.BytesIO()
-            try:
-                torch.save(value, held)
-                torch.load(io.BytesIO(held.getvalue()), weights_only=True)
-            except Exception as error:  # what cannot be pickled can raise anything
-                raise CheckpointError(
-                    f"the optimizer's parameter group {number} holds {key!r}, a {type(value).__name__}, which no "
-                    f"resume could read, since it reads plain data alone ({type(error).__name__}); make it a number, "
-                    f"a text or a tensor, or keep it elsewhere"
-                ) from None
+    if _unreadable(control["groups"]) is not None:
+        for number, group in enumerate(control["groups"]):
+            for key, value in group.items():
+                if (error := _unreadable(value)) is not None:
+                    raise CheckpointError(
+                        f"the optimizer's parameter group {number} holds {key!r}, a {type(value).__name__}, which no "
+                        f"resume could read, since it reads plain data alone ({type(error).__name__}); make it a "
+                        f"number, a text or a tensor, or keep it elsewhere"
+                    )
     held = io.BytesIO()
     torch.save(control, held)
     return held.getvalue()
+
+
+def _unreadable(value: object) -> Exception | None:
+    """What says that it cannot be saved and read again as plain data."""
+    held = io.BytesIO()
+    try:
+        torch.save(value, held)
+        torch.load(io.BytesIO(held.getvalue()), weights_only=True)
+    except Exception as error:  # what cannot be pickled can raise anything
+        return error
+    return None
 
 
 def _blank(layout: Mapping[str, Any], like: Tensor | None) -> Tensor:

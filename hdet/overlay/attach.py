@@ -217,11 +217,14 @@ def attach(
             window=window,
         )
         explored = [_relative(choice.knob, found, optimizer, model, course_of) for choice in choices if choice.knob]
-        found.driven = found.driven and any(isinstance(knob, LearningRate) for knob in explored)
+        searched_rate = any(isinstance(knob, LearningRate) for knob in explored)
+        if searched_rate:
+            refuse_own_rate(optimizer)
+        found.driven = found.driven and searched_rate
         tail = possible(tail, optimizer, total_steps)
         if not quiet:
             print(describe(choices, guard=guard, tail=tail))
-            if apart and any(isinstance(knob, LearningRate) for knob in explored):
+            if apart and searched_rate:
                 print(f'  each {apart} has a learning rate of its own; rates="together" keeps one')
 
         # Whichever engine is made, one record.
@@ -326,17 +329,26 @@ def refuse_own_steps(optimizer: Optimizer) -> None:
             "Rprop reads its learning rate in the first step alone and finds the size of every other by itself, so no "
             "rate found later would be in force; hdet explores optimizers that step by their rate, such as AdamW"
         )
-    for each, group in [(own, group) for own in chained(optimizer) for group in own.param_groups]:
-        if group.get("relative_step") is True and group.get("lr") is not None:
-            raise ConfigError(
-                f"{type(each).__name__} with relative_step=True steps by a rate of its own, whatever its groups hold "
-                f"as lr, so no rate that is found would be in force; make it with relative_step=False and a rate"
-            )
     if any(isinstance(each, torch.optim.LBFGS) for each in chained(optimizer)):
         raise ConfigError(
             "L-BFGS looks at the loss many times in one step, along a line of its own, which no learning rate found in "
             "between would fit; hdet explores optimizers that step once a gradient, such as AdamW and SGD"
         )
+
+
+def refuse_own_rate(optimizer: Optimizer) -> None:
+    """Explore the learning rate of an optimizer that steps by it.
+
+    Raises:
+        ConfigError: it works its own out.
+    """
+    for each, group in [(own, group) for own in chained(optimizer) for group in own.param_groups]:
+        if group.get("relative_step") is True and group.get("lr") is not None:
+            raise ConfigError(
+                f"{type(each).__name__} with relative_step=True steps by a rate of its own, whatever its groups hold "
+                f"as lr, so no rate that is found would be in force; make it with relative_step=False and a rate, or "
+                f"leave the rate to it: exclude=['learning_rate']"
+            )
 
 
 def _end_earlier(model: nn.Module, optimizer: Optimizer) -> None:

@@ -98,12 +98,12 @@ class LentGroups(GroupBinding):
         before = self.hand.put
         self._note()
         for index, put, now in zip(self.indices, before, self.hand.put, strict=True):
-            if put is not None and now is not None and now != put:
+            if put is not None and now is not None and not (now == put or put != put):
                 knob = {"lr": "learning_rate", "betas": "beta1 or beta2"}.get(self.key, self.key)
                 raise StepError(
-                    f"the {type(self.optimizer).__name__} has written {self.key} of group {index} within its step "
-                    f"({now:g} in place of {put:g}), and hdet would take that out; leave it to "
-                    f"find that value alone: exclude=[{knob!r}], or a knob that you gave by leaving it out of knobs="
+                    f"{self.key} of group {index} was written within a step of the {type(self.optimizer).__name__} "
+                    f"({now:g} in place of {put:g}), by it or by a hook, and hdet would take that out; leave that "
+                    f"value to who writes it: exclude=[{knob!r}], or a knob that you gave by leaving it out of knobs="
                 )
 
     def take_out(self) -> None:

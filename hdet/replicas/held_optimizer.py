@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
-from hdet.hparams.clipping import ENTRY as CLIPPED
 from hdet.hparams.param_groups import ids_of, parameters_of
 from hdet.nested import mapped
 from hdet.replicas import host_memory, schedule_free, tensors
@@ -33,6 +32,9 @@ OF_SCHEDULERS = ("_opt_called", "_step_count")
 """Attributes of an optimizer by which torch's schedulers see that it has stepped."""
 
 PLAIN = (bool, int, float)
+
+WRAPPED = "__bnb_optimizer_quant_state__"
+"""Under which bitsandbytes wraps some of a parameter's state in its `state_dict`."""
 
 _MUON = (torch.optim.Muon,) if hasattr(torch.optim, "Muon") else ()  # torch 2.9 has it
 OF_GRADIENTS = (SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Adafactor, *_MUON)
@@ -68,15 +70,14 @@ def kept_in_groups(optimizer: Optimizer) -> list[tuple[int, str]]:
 
 
 def _numbers(optimizer: Optimizer) -> State:
-    """Numbers and switches that an optimizer keeps beside its state, as attributes.
+    """Numbers and switches that an optimizer keeps beside its state, as attributes; its arguments are the user's.
 
     None of torch's own, and none of one that holds parts of the state, whose numbers are of its communication.
     """
     if type(optimizer).__module__.startswith("torch.") or getattr(optimizer, "state_in_parts", False):
         return {}
-    return {
-        name: value for name, value in vars(optimizer).items() if name not in OF_SCHEDULERS and type(value) in PLAIN
-    }
+    others = _arguments(type(optimizer)).union(OF_SCHEDULERS)  # type: ignore[arg-type]
+    return {name: value for name, value in vars(optimizer).items() if name not in others and type(value) in PLAIN}
 
 
 class HeldOptimizer:
@@ -187,7 +188,7 @@ class HeldOptimizer:
         for index, key in kept_in_groups(optimizer):
             if key in self._groups[index]:
                 _write(optimizer.param_groups[index], key, self._groups[index][key])
-            elif key != CLIPPED:  # made by a step since, as a step count
+            elif key == "step":  # made by one since; what else is new there is the user's
                 del optimizer.param_groups[index][key]
 
     def averaged(self, parameters: Sequence[nn.Parameter], y: Sequence[Tensor], *, now: bool = False) -> list[Tensor]:
@@ -279,7 +280,7 @@ def refilled(before: Sequence[Mapping[Any, Any]], live: Sequence[Mapping[Any, An
 def unwrapped(optimizer: Optimizer) -> dict[str, Any]:
     """The optimizer's `state_dict`, each parameter's state as it is: bitsandbytes wraps its own, and loads both."""
     found = optimizer.state_dict()
-    if getattr(optimizer, "state_in_parts", False):
+    if not any(isinstance(own, Mapping) and WRAPPED in own for own in found["state"].values()):
         return found
     numbers = [number for group in found["param_groups"] for number in group["params"]]
     own = {

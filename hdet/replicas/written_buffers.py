@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hdet.nn.names import named_modules
@@ -119,7 +120,7 @@ class Folding:
             for module in modules
             if getattr(module, "max_norm", None) is None  # see `rows_kept`
             for name, parameter in module._parameters.items()
-            if parameter is not None and parameter.requires_grad
+            if parameter is not None and parameter.requires_grad and not is_lazy(parameter)
         ]
 
     def found(self) -> tuple[str, str] | None:
@@ -238,8 +239,10 @@ def _part(tensor: Tensor) -> Tensor:
 
 def _differs(buffer: Tensor | None, value: Tensor) -> bool:
     """Whether it holds another value, which waits for the device; not of floats that torch cannot compare."""
-    compared = has_arithmetic(value) or not (value.is_floating_point() or value.is_complex())
-    return buffer is not None and compared and not torch.equal(_part(buffer), value)
+    inexact = value.is_floating_point() or value.is_complex()
+    if buffer is None or (inexact and not has_arithmetic(value)) or torch.equal(_part(buffer), value):
+        return False
+    return not (inexact and torch.allclose(_part(buffer), value, rtol=0.0, atol=0.0, equal_nan=True))
 
 
 def _writes(buffer: Tensor | None) -> int:

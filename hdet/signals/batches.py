@@ -32,8 +32,16 @@ def require_batches(batches: object, whose: str) -> None:
 
 def number_of(batches: Any) -> int | None:
     """How many there are; None where nobody knows: of a function, and of a loader that goes through a stream."""
-    streams = isinstance(batches, DataLoader) and isinstance(batches.dataset, IterableDataset)
-    return None if streams or callable(batches) else len(batches)
+    return None if _streams(batches) or callable(batches) else len(batches)
+
+
+def _has_length(batches: Any) -> bool:
+    """Whether something knows that they end. Every DataLoader has a length, which a stream of it may refuse."""
+    return hasattr(batches.dataset if _streams(batches) else batches, "__len__")
+
+
+def _streams(batches: object) -> bool:
+    return isinstance(batches, DataLoader) and isinstance(batches.dataset, IterableDataset)
 
 
 def drawn_batches(batches: Iterable[Any] | Callable[[int], Iterable[Any]], window: int, numbers: str) -> list[Any]:
@@ -48,7 +56,7 @@ def drawn_batches(batches: Iterable[Any] | Callable[[int], Iterable[Any]], windo
     held = () if callable(batches) else batches
     with numbers_lent(numbers, accelerators_in_use(), held):
         given = batches(window) if callable(batches) else batches
-        if hasattr(given, "__len__") and number_of(given) is not None:
+        if _has_length(given):
             return list(given)
         drawn = list(islice(given, MOST + 1))
     if len(drawn) > MOST:

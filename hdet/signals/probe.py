@@ -59,6 +59,7 @@ class Probe:
     stride: int | None = None
     _sizes: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
     _written: list[bool] = field(default_factory=list, init=False, repr=False, compare=False)
+    _folds: list[bool] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not callable(self.loss):
@@ -93,21 +94,18 @@ class Probe:
 
     @contextmanager
     def evaluated(self, model: nn.Module, window: int, optimizer: Optimizer | None = None) -> Iterator[None]:
-        """The model evaluates inside the block, with the same random numbers in all blocks of a window.
-
-        Raises:
-            StepError: evaluation has written over weights that are trained, and a flag of the model tells so.
-        """
+        """The model evaluates inside the block, with the same random numbers in all blocks of a window."""
         with evaluating(model, optimizer), numbers_lent(f"hdet.probe.loss:{window}", accelerators_in_use()):
-            folding = Folding(model)
+            folding = None if self._folds else Folding(model)
             yield
-            if found := folding.found():
+            if folding is not None and (found := folding.found()):
+                self._folds.append(True)
                 weight, flag = found
-                raise StepError(
-                    f"the forward pass in eval mode writes over the trained weight {weight} and notes it in {flag}, to "
-                    f"take it back in the next pass that trains; hdet puts weights of its own there in between, which "
-                    f"would be taken for rewritten ones: turn that off while it trains (rescale_every=0 in the config "
-                    f"of RWKV)"
+                warn(
+                    f"the forward pass in eval mode writes over the trained weight {weight} and notes it in {flag}: if "
+                    f"the next pass that trains takes it back, as RWKV does, it takes back what was never written, "
+                    f"since hdet puts weights of its own there in between; turn that off while it trains "
+                    f"(rescale_every=0 in the config of RWKV)"
                 )
 
     @torch.no_grad()

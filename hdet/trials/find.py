@@ -19,7 +19,7 @@ from hdet.hparams import LearningRate, Schedule
 from hdet.hparams.binding import given
 from hdet.hparams.param_groups import parameters_of
 from hdet.hparams.schedule import LinearDecay
-from hdet.overlay.attach import refuse_own_steps, searched
+from hdet.overlay.attach import refuse_own_rate, refuse_own_steps, searched
 from hdet.recipes.recommended import WARMUP
 from hdet.replicas import tensors
 from hdet.replicas.dense import can_be_written
@@ -172,6 +172,7 @@ def _require(model: nn.Module, optimizer: Optimizer, loss: object, probe: Probe,
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     refuse_own_steps(optimizer)
+    refuse_own_rate(optimizer)
     trained(optimizer)
     check_pair(model, optimizer, 1)
     require_alone(model, "hdet.find")

@@ -14,6 +14,7 @@ from torch import nn
 
 import hdet
 from hdet.errors import CheckpointError, HdetError
+from hdet.replicas.held_optimizer import WRAPPED
 
 Make = Callable[..., hdet.Engine]
 
@@ -40,10 +41,10 @@ class Wrapping(torch.optim.SGD):
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
-        return {**state, "state": {number: {"wrapped": dict(own)} for number, own in state["state"].items()}}
+        return {**state, "state": {number: {WRAPPED: dict(own)} for number, own in state["state"].items()}}
 
     def load_state_dict(self, state_dict: Any) -> None:
-        states = {number: own.get("wrapped", own) for number, own in state_dict["state"].items()}
+        states = {number: own.get(WRAPPED, own) for number, own in state_dict["state"].items()}
         super().load_state_dict({**state_dict, "state": states})
 
 

@@ -124,10 +124,12 @@ def test_numbers_that_its_steps_made_in_the_groups_are_gone_where_there_were_non
     held.take()
     hdet.clip_gradients(optimizer, 1.0)
     optimizer.step()
+    optimizer.param_groups[0]["lr_mult"] = 0.5
     assert optimizer.param_groups[0]["step"] == 1
     held.put_back(optimizer)
     assert "step" not in optimizer.param_groups[0]
-    assert optimizer.param_groups[0]["clip_norm"] == 1.0  # which is the user's
+    assert optimizer.param_groups[0]["clip_norm"] == 1.0  # which is the user's, as the other is
+    assert optimizer.param_groups[0]["lr_mult"] == 0.5
 
 
 def test_a_state_of_no_parameter_is_gone_where_there_was_none() -> None:
@@ -143,9 +145,9 @@ def test_a_state_of_no_parameter_is_gone_where_there_was_none() -> None:
 class CountsItself(CountsInGroups):
     """It knows of its first step by an attribute, as DoG does."""
 
-    def __init__(self, parameters: Any) -> None:
+    def __init__(self, parameters: Any, rho: float = 0.05) -> None:
         super().__init__(parameters)
-        self.first = True
+        self.first, self.rho = True, rho
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step()
@@ -164,8 +166,10 @@ def test_numbers_that_it_keeps_beside_its_state_are_put_back(chained: bool) -> N
     for value in (True, False):
         assert own.first is value
         optimizer.step()
+    own.rho = 0.2
     held.put_back(optimizer)
     assert own.first
+    assert own.rho == 0.2, "an argument is the user's"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         scheduler.step()  # which has seen the optimizer's steps

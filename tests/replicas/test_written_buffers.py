@@ -114,6 +114,15 @@ def test_what_a_norm_in_train_mode_follows_is_undone(norm: nn.Module) -> None:
         assert states(model) == before
 
 
+@torch.no_grad()
+def test_a_buffer_that_is_not_a_number_is_no_written_one() -> None:
+    model = Stateful(lambda model, mean: None, torch.full((3,), torch.nan))
+    for _ in range(2):
+        with tensors.evaluating(model):
+            model(torch.randn(4, 3))
+    assert model.passes == 2, "attributes go back with what was written alone"
+
+
 def test_it_is_undone_after_an_error() -> None:
     model = Stateful(*WRITES["in place"])
     before = states(model)

@@ -100,8 +100,21 @@ class Endless(IterableDataset[torch.Tensor]):
 def test_batches_without_an_end_are_refused(batches: Any) -> None:
     with pytest.raises(StepError, match=r"1000 batches for one window.* and may have no end: give a part of it"):
         Probe(lambda model, x: x.mean(), batches).draw(0)
-    many = [torch.ones(1)] * 1001  # whose number is known
-    assert len(Probe(lambda model, x: x.mean(), many).draw(0)) == 1001
+
+
+class Long(Stream):
+    """A stream whose length is known."""
+
+    def __iter__(self) -> Any:
+        return iter(torch.ones(1001))
+
+    def __len__(self) -> int:
+        return 1001
+
+
+@pytest.mark.parametrize("batches", [[torch.ones(1)] * 1001, DataLoader(Long()), lambda window: [torch.ones(1)] * 1001])
+def test_many_batches_whose_number_is_known_are_taken(batches: Any) -> None:
+    assert len(Probe(lambda model, x: x.mean(), batches).draw(0)) == 1001
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
@@ -302,3 +315,9 @@ def test_a_probe_that_is_not_finite_for_one_replica_is_not_heard(problem: Any, t
     estimate = record.estimates["learning_rate"]
     assert estimate["slope"] == estimate["slope"]
     assert estimate["stderr"] < float("inf")
+
+
+def test_a_model_that_is_still_to_be_built_is_measured() -> None:
+    model = nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 1))
+    losses = Probe(lambda model, x: model(x).mean(), [torch.ones(2, 3)] * 2).measure(model, 0)
+    assert losses.shape == (2,)

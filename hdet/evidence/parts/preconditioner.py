@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ Group = dict[str, Any]
 MOST_MOMENTUM = 0.9999
 """What more counts as: at 1 and beyond what a lasting gradient comes to has no end."""
 
-TELL_OF_DECAY = ("decoupled_weight_decay", "weight_decouple", "decouple", "decoupled")
-"""Entries of groups that tell whether decay acts on the weights: torch's, pytorch-optimizer's, Prodigy's and timm's."""
+TELL_OF_DECAY = ("weight_decouple", "decouple", "decoupled")
+"""Entries of groups that tell whether decay acts on the weights, beside torch's: of pytorch-optimizer, of Prodigy and
+D-Adaptation, and of ADOPT."""
 
 _warned: set[tuple[str, str]] = set()
 
@@ -124,7 +126,7 @@ def keeps_nothing(optimizer: Optimizer) -> bool:
     To look into a state that is not there makes one of no entries.
     """
     stateful = type(optimizer).__module__.startswith("torch.optim") and not isinstance(optimizer, torch.optim.SGD)
-    return not any(optimizer.state.values()) and not stateful
+    return all(isinstance(own, Mapping) and not own for own in optimizer.state.values()) and not stateful
 
 
 def _over(divisor: Tensor, lr: Tensor | float, felt: Tensor) -> Tensor:
@@ -146,6 +148,8 @@ def at_least_1(steps: float | Tensor) -> float | Tensor:
 
 def decoupled(optimizer: Optimizer, group: Group) -> bool:
     """Whether weight decay acts on the weights directly (AdamW) and not through the gradient (L2)."""
+    if "decoupled_weight_decay" in group:  # torch's own, and how a user tells
+        return bool(group["decoupled_weight_decay"])
     told = next((bool(group[name]) for name in TELL_OF_DECAY if isinstance(group.get(name), int)), None)
     optimizer = steps_by(optimizer, group)
     name = type(optimizer).__name__

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, NAdam, Optimizer
 
 import hdet.evidence.parts.preconditioner as room
-from hdet.evidence.parts.preconditioner import MOST_MOMENTUM, decoupled, preconditioner, shrinkage
+from hdet.evidence.parts.preconditioner import MOST_MOMENTUM, decoupled, keeps_nothing, preconditioner, shrinkage
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
 GRADIENT = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
@@ -197,6 +197,21 @@ def test_steps_that_are_counted_in_groups_are_the_corrections() -> None:
     torch.testing.assert_close(read(adopt, parameter), 0.1 / (adopt.state[parameter]["exp_avg_sq"].sqrt() + 1e-8))
 
 
+class Noting(SignDescent):
+    """It keeps a state of no parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.state["norms"] = torch.ones(3)  # type: ignore[index, assignment]
+        super().step()
+
+
+def test_a_state_of_no_parameter_is_a_state() -> None:
+    optimizer, *_ = trained(Noting, [GRADIENT])
+    assert not keeps_nothing(optimizer)
+    assert keeps_nothing(trained(Looking, [GRADIENT])[0])
+
+
 @pytest.mark.parametrize("make", [Homemade, SignDescent, Looking, lambda p: torch.optim.Adadelta(p, lr=0.1)])
 def test_an_unknown_optimizer_is_taken_for_plain_descent_and_named_once(make: Make) -> None:
     optimizer, parameter, _ = trained(make, [GRADIENT])
@@ -261,7 +276,7 @@ class Adan(Told):
     """Which decays by a proximal step where it is not told to decouple decay."""
 
 
-@pytest.mark.parametrize("entry", ["weight_decouple", "decouple", "decoupled", "decoupled_weight_decay"])
+@pytest.mark.parametrize("entry", ["weight_decouple", "decouple", "decoupled"])
 def test_what_groups_tell_of_decay_is_believed_and_said(entry: str) -> None:
     for kind, told, acts in [(Told, True, True), (Told, False, False), (Adan, False, True)]:
         optimizer, _, _ = trained(lambda p, kind=kind, told=told: kind(p, **{entry: told}), [])  # type: ignore[misc]
