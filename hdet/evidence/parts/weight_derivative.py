@@ -78,7 +78,7 @@ class Trace(ABC):
         direction = [self.direction[number] for number in stepped]
         lr, decay = without_waiting(group["lr"]), without_waiting(group["weight_decay"])
         if decoupled(self.optimizer, group) and (isinstance(decay, Tensor) or decay != 0.0):
-            torch._foreach_mul_(direction, 1.0 - without_waiting(shrinkage(group)))
+            torch._foreach_mul_(direction, 1.0 - shrinkage({**group, "lr": lr, "weight_decay": decay}))
         if isinstance(lr, Tensor):
             torch._foreach_sub_(direction, torch._foreach_mul(change, lr))
         else:
