@@ -62,7 +62,7 @@ class LentGroups(GroupBinding):
         self.hand.value = value
         if self.hand.in_force:
             self._put(value)
-            self._note()
+            self.hand.put = self._plain()
 
     def overwritten(self, value: float) -> None:
         """Nothing is: between steps the user's own value is there, and theirs to write."""
@@ -79,25 +79,24 @@ class LentGroups(GroupBinding):
         self.hand.in_force = True
         if self.hand.value is not None:
             self._put(self.hand.value)
-        self._note()
+        self.hand.put = self._plain()
 
-    def _note(self) -> None:
+    def _plain(self) -> list[Any]:
+        """What the groups hold; None for a tensor, which is not read."""
         groups = self.optimizer.param_groups
         now = (
             groups[index][self.key] if self.item is None else groups[index][self.key][self.item]
             for index in self.indices
         )
-        self.hand.put = [None if isinstance(entry, Tensor) else entry for entry in now]
+        return [None if isinstance(entry, Tensor) else entry for entry in now]
 
     def refuse_written(self) -> None:
-        """Nothing has written the entry while its value was in force. A tensor is not read, which would wait.
+        """Go on where nothing has written the entry while its value was in force.
 
         Raises:
             StepError: the optimizer has, and what it wrote would be taken out.
         """
-        before = self.hand.put
-        self._note()
-        for index, put, now in zip(self.indices, before, self.hand.put, strict=True):
+        for index, put, now in zip(self.indices, self.hand.put, self._plain(), strict=True):
             if put is not None and now is not None and not (now == put or put != put):
                 knob = {"lr": "learning_rate", "betas": "beta1 or beta2"}.get(self.key, self.key)
                 raise StepError(

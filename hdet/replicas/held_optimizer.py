@@ -280,14 +280,12 @@ def refilled(before: Sequence[Mapping[Any, Any]], live: Sequence[Mapping[Any, An
 def unwrapped(optimizer: Optimizer) -> dict[str, Any]:
     """The optimizer's `state_dict`, each parameter's state as it is: bitsandbytes wraps its own, and loads both."""
     found = optimizer.state_dict()
-    if not any(isinstance(own, Mapping) and WRAPPED in own for own in found["state"].values()):
+    wrapped = {number for number, own in found["state"].items() if isinstance(own, Mapping) and WRAPPED in own}
+    if not wrapped:
         return found
     numbers = [number for group in found["param_groups"] for number in group["params"]]
-    own = {
-        number: optimizer.state.get(each, {}) for number, each in zip(numbers, parameters_of(optimizer), strict=True)
-    }
-    wrapped = {number for number, held in own.items() if held and held.keys() - found["state"].get(number, held).keys()}
-    return {**found, "state": {**found["state"], **{n: dict(own[n]) for n in wrapped}}} if wrapped else found
+    pairs = zip(numbers, parameters_of(optimizer), strict=True)
+    return {**found, "state": {**found["state"], **{n: dict(optimizer.state[p]) for n, p in pairs if n in wrapped}}}
 
 
 def load(optimizer: Optimizer, state: dict[str, Any]) -> None:

@@ -88,9 +88,8 @@ def _scale(
     if second is not None and isinstance(group.get("eps"), (int, float, Tensor)):
         correction: Tensor | float = 1.0
         steps = state.get("step", group.get("step"))  # some count in their groups
-        if (
-            steps is not None and "betas" in group and "adopt" not in type(optimizer).__name__.lower()
-        ):  # it corrects none
+        corrects = "betas" in group and "adopt" not in type(optimizer).__name__.lower()
+        if corrects and steps is not None:
             correction = 1.0 - without_waiting(group["betas"][1]) ** at_least_1(without_waiting(steps))
         return _over((second / correction).sqrt_().add_(float(group["eps"])), lr, felt=second)
     largest = own("exp_inf")
