@@ -198,6 +198,8 @@ class RunConfig(Spec):
             ConfigError: naming the field, the value and what is allowed.
         """
         given = override(read(Path(path)), assignments)
+        if "task" not in given and {"base", "script"} & set(given):
+            raise ConfigError(f"{path} declares a study, which hdet ablate runs; here one run is expected")
         if seed is not None:
             given["seed"] = seed
         try:

@@ -222,7 +222,7 @@ class Study(Spec):
         """
         given = read(Path(path))
         if "task" in given and not {"base", "script"} & set(given):
-            raise ConfigError(f"{path} declares one run, which hdet run trains; a study names it as its base:")
+            raise ConfigError(f"{path} declares one run, which hdet run trains; a study names it: base: FILE")
         if isinstance(given.get("base"), str):
             given["base"] = read(Path(path).parent / given["base"])
         prepare = given.get("prepare")

@@ -86,7 +86,13 @@ def test_the_file_of_a_run_is_no_study(tmp_path: Path, capsys: pytest.CaptureFix
     with pytest.raises(SystemExit):
         main(["ablate", str(tmp_path / "run.yaml")])
     said = capsys.readouterr().err
-    assert "run.yaml declares one run, which hdet run trains; a study names it as its base:" in said
+    assert "run.yaml declares one run, which hdet run trains; a study names it: base: FILE\n" in said
+
+
+def test_the_file_of_a_study_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(STUDY))
+    with pytest.raises(ConfigError, match=r"study\.yaml declares a study, which hdet ablate runs"):
+        RunConfig.load(tmp_path / "study.yaml")
 
 
 def test_a_study_leaves_runs_tables_and_pictures(ablate: Ablate, tmp_path: Path) -> None:
