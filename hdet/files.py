@@ -15,8 +15,8 @@ PART = ".part"
 
 
 def part_of(path: Path) -> Path:
-    """Where the content of a folder is written before it is whole, by one run at a time."""
-    return path.with_name(path.name + PART)
+    """Where the content of a file or folder is written before it is whole: a name that no other writer has."""
+    return path.with_name(f"{path.name}.{secrets.token_hex(4)}{PART}")
 
 
 def parts_of(path: Path) -> list[Path]:
@@ -39,7 +39,7 @@ def replaced(path: Path) -> Iterator[Path]:
     >>> path.read_text()
     '{}'
     """
-    part = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PART}")
+    part = part_of(path)
     try:
         yield part
         synchronise(part)

@@ -47,7 +47,7 @@ class CheckpointFolder:
 
     All ranks of the engine's run call the same methods, with one path on storage that all can reach. A save that
     fails, or is cut short by a kill, leaves the earlier ones as they were: a checkpoint is written as
-    `step_00001000.part/` and gets its name when it is whole and its `manifest.json` lists sizes and checksums. A
+    `step_00001000.*.part/` and gets its name when it is whole and its `manifest.json` lists sizes and checksums. A
     resume checks these first, and reads everything as data: no code that a file names is called. Replicas that differ
     even at a converged point (`Mean("keep")`) are stored each, and resumed so by as many as were saved; another number
     starts from the first place's. The end of a run that `Engine.finish` ended early is `step_00001000.ended/`.
@@ -80,12 +80,12 @@ class CheckpointFolder:
         snapshot.refuse_of_a_search(engine.cycle)
         self.wait()
         target = self.path / _name(engine)
-        part = part_of(target)
         group = everyone(engine)
         try:
             with translated("saving a checkpoint"):
                 engine.cycle.run = run = led(group, lambda: engine.cycle.run or uuid.uuid4().hex)
-                if not led(group, lambda: self._claimed(target, run)):
+                part = led(group, lambda: self._claimed(target, run))
+                if part is None:
                     return target  # this point is there already: no window has closed since
                 point = {KEY: Stateful(engine).point(each=True)}
                 if wait:
@@ -169,8 +169,8 @@ class CheckpointFolder:
         """The newest checkpoint, be it one that a resume refuses."""
         return next(reversed(self._named()), None)
 
-    def _claimed(self, target: Path, run: str) -> bool:
-        """Whether a point is still to be written; its place is free then."""
+    def _claimed(self, target: Path, run: str) -> Path | None:
+        """Where a point is to be written, whose place is free then; None where it has been."""
         newest = self._newest()
         if newest is not None and _place(newest) > _place(target):
             raise CheckpointError(
@@ -179,13 +179,13 @@ class CheckpointFolder:
             )
         if target.exists():
             if Manifest.read(target).run == run:
-                return False
+                return None
             raise CheckpointError(
                 f"{target} is another run's; resume(engine) to go on with that, choose another folder, or remove it"
             )
         for cut_short in self.path.glob(f"step_*{PART}"):
             shutil.rmtree(cut_short)
-        return True
+        return part_of(target)
 
     def _background(self, engine: Engine) -> dist.ProcessGroup | None:
         """A group for the writing thread alone: on training's own, its collectives and training's would mix."""
@@ -214,8 +214,9 @@ class CheckpointFolder:
         for old in earlier[: -self.keep]:
             try:
                 if Manifest.read(old).run == engine.cycle.run:
-                    renamed(old, part_of(old))  # half of it never counts as a checkpoint
-                    shutil.rmtree(part_of(old))
+                    part = part_of(old)
+                    renamed(old, part)  # half of it never counts as a checkpoint
+                    shutil.rmtree(part)
             except (OSError, CheckpointError) as error:
                 warn(f"{old} is no longer needed and cannot be removed: {error}")
 

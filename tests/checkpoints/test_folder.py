@@ -20,7 +20,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import hdet
-from hdet.checkpoints.manifest import content
+from hdet.checkpoints import folder
+from hdet.checkpoints.manifest import content, publish
 from hdet.checkpoints.stateful import unpacked
 from hdet.errors import CheckpointError, ConfigError
 
@@ -211,6 +212,28 @@ def test_a_save_cut_short_does_not_count_and_is_cleared_away(
     train(engine, 8)
     checkpoints.save(engine)
     assert sorted(path.name for path in saved.parent.iterdir()) == ["step_00000004", "step_00000008"]
+
+
+def test_of_two_runs_that_save_at_once_neither_takes_the_others_files_for_its_own(
+    start: Callable[[], hdet.Engine], train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = start(), start()
+    train(first, 4)
+    train(second, 4)
+
+    def killed(*_: Any) -> None:
+        raise OSError("killed")
+
+    def interrupted(*given: Any) -> None:
+        monkeypatch.setattr(folder, "publish", killed)
+        with pytest.raises(CheckpointError, match="killed"):
+            hdet.checkpoints.CheckpointFolder(tmp_path).save(second)
+        publish(*given)
+
+    monkeypatch.setattr(folder, "publish", interrupted)
+    with pytest.raises(CheckpointError, match="No such file"):
+        hdet.checkpoints.CheckpointFolder(tmp_path).save(first)
+    assert hdet.checkpoints.CheckpointFolder(tmp_path).latest() is None
 
 
 def test_the_end_of_a_run_that_was_ended_early_is_saved_beside_the_point_it_ended_at(
