@@ -18,6 +18,7 @@ from hdet.merging import Merge
 from hdet.replicas import Replicas
 from hdet.signals import Objective, Probe, Signal
 from hdet.spec import Spec
+from hdet.windows import FixedWindow, Windows
 
 
 def declared(argument: str, given: object, *kinds: type) -> None:
@@ -33,6 +34,16 @@ def counted(**given: object) -> None:
         declared(argument, number, int)
         if number < 1:  # type: ignore[operator]
             raise ConfigError(f"{argument} must be at least 1, got {number}")
+
+
+def windows(window: object) -> Windows:
+    """What says how long each window is, of that or a number of steps."""
+    declared("window", window, int, Windows)
+    if isinstance(window, Windows):
+        return window
+    counted(window=window)
+    assert isinstance(window, int)
+    return FixedWindow(window)
 
 
 def whole(argument: str, given: object) -> int:

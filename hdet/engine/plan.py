@@ -21,7 +21,7 @@ from hdet.hparams.knob import Knob
 from hdet.merging import Mean, Merge
 from hdet.replicas import Replicas
 from hdet.signals import Objective, Probe, Signal, TrainingLoss
-from hdet.windows import FixedWindow, Windows
+from hdet.windows import Windows
 
 Bind = Callable[[Knob, nn.Module, Optimizer], Binding]
 Place = Literal["device", "host"]
@@ -72,7 +72,6 @@ class Plan:
         ):
             if given not in allowed:
                 raise ConfigError(f"{name} must be {allowed[0]!r} or {allowed[1]!r}, got {given!r}")
-        admission.declared("window", window, int, Windows)
         admission.switched(noise_scale=noise_scale)
         admission.declared("signal", signal, TrainingLoss, Probe, type(None))
         admission.declared("evidence", evidence, Evidence, type(None))
@@ -81,7 +80,7 @@ class Plan:
         admission.listed(knobs)
         admission.unique_names(knobs)
         self.replicas: Final = replicas
-        self.windows: Final = FixedWindow(window) if isinstance(window, int) else window
+        self.windows: Final = admission.windows(window)
         signal = signal if signal is not None else TrainingLoss()
         self.signal: Final = signal
         self.gradients: Final[Gradients] = gradients

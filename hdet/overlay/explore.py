@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from hdet.controllers import HeavyBall
+from hdet.engine.admission import counted, declared, windows
 from hdet.engine.engine import Engine
 from hdet.engine.tally import Losses
 from hdet.errors import CheckpointError, ConfigError, StepError
@@ -306,6 +307,10 @@ def explore(
     if not isinstance(scheduler, LRScheduler):
         raise ConfigError(f"explore takes a torch LR scheduler, got {type(scheduler).__name__}")
     given = knob if knob is not None else _FACTOR
+    declared("knob", given, LearningRate)
+    windows(window)
+    if total_steps is not None:
+        counted(total_steps=total_steps)
     if given.schedule is not None or given.groups is not None or given.name is not None:
         raise ConfigError("explore fills in the knob's schedule, groups and name; leave them out")
     explored = Explored(scheduler, given, total_steps)

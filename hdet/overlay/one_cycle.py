@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
+from hdet.engine.admission import windows
 from hdet.engine.tally import Losses
 from hdet.errors import ConfigError, StepError
 from hdet.hparams import LearningRate
@@ -118,20 +119,22 @@ class OneCycleHDET(Exploring, OneCycleLR):
             three_phase=three_phase,
             last_epoch=last_epoch,
         )
-        if spread == 0.0:
-            return
         self._knob_fields: dict[str, Any] = {"spread": spread, "auto_lr": auto_lr, "beta": beta, "rate": rate}
         self._warmup = round(pct_start * self.total_steps) if auto_lr_warmup is None else auto_lr_warmup
         if not isinstance(self._warmup, int) or self._warmup < 0:
             raise ConfigError(f"auto_lr_warmup must be a number of steps, 0 or more; got {self._warmup!r}")
-        # Refused even where this process is alone and will not use it.
+        # Refused even where there is no spread, or this process is alone, and nothing will use it.
         paper.knob(0, floor=1.0, highest=1.0, warmup=self._warmup, **self._knob_fields)
+        windows(window)
+        evidence = paper.evidence(sigma)
+        if spread == 0.0:
+            return
         self._explore(
             self.last_epoch,
             model,
             replicas,
             window=window,
-            evidence=paper.evidence(sigma),
+            evidence=evidence,
             merge=paper.merge(),
             gradients=gradients,
             seed=seed,

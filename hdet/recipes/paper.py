@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from hdet.controllers import Controller, Hold, Paper
 from hdet.controllers.estimators import Softmax
+from hdet.engine.admission import counted, whole
 from hdet.engine.engine import Engine
 from hdet.errors import ConfigError
 from hdet.evidence import Divergent
@@ -116,27 +117,23 @@ def paper_engine(
     >>> [round(optimizer.param_groups[0]["lr"] / 0.004, 4) for optimizer in engine.optimizers]
     [0.963, 1.037, 0.8889, 1.1111]
     """
-    warmup = round(pct_start * total_steps) if warmup_steps is None else warmup_steps
+    cycle = OneCycle(max_lr, total_steps, pct_start=pct_start, div_factor=div_factor, final_div_factor=final_div_factor)
+    window = whole("window", window)
+    counted(window=window)
+    windows = FixedWindow(window)
+    warmup = round(cycle.pct_start * cycle.total_steps) if warmup_steps is None else whole("warmup_steps", warmup_steps)
     if warmup < 0:
         raise ConfigError(f"warmup_steps must be 0 or more, got {warmup}")
-    cycle: dict[str, Any] = {
-        "max_lr": max_lr,
-        "total_steps": total_steps,
-        "pct_start": pct_start,
-        "div_factor": div_factor,
-        "final_div_factor": final_div_factor,
-    }
-    windows = FixedWindow(window)
     begins = max(1, windows.count(0, warmup)) * window
-    schedule = HeldOneCycle(**cycle, held_from=begins) if auto_lr else OneCycle(**cycle)
+    schedule = HeldOneCycle(**dict(cycle), held_from=begins) if auto_lr else cycle
     groups = range(len(replicas.hosts[0][1].param_groups))
     return Engine(
         replicas,
         [
             knob(
                 group,
-                floor=max_lr / (div_factor * final_div_factor),
-                highest=max_lr,
+                floor=cycle.max_lr / (cycle.div_factor * cycle.final_div_factor),
+                highest=cycle.max_lr,
                 warmup=warmup,
                 spread=spread,
                 auto_lr=auto_lr,

@@ -218,7 +218,7 @@ def _mean(members: Sequence[Sequence[Tensor]], shares: Sequence[float]) -> None:
 
 
 def check_pair(model: nn.Module, optimizer: Optimizer, n: int) -> None:
-    if not isinstance(n, Integral):
+    if not isinstance(n, Integral) or isinstance(n, bool):
         raise ConfigError(f"n, the number of replicas, is a whole number, got {n!r}")
     if n < 1:
         raise ConfigError(f"n must be at least 1, got {n}")

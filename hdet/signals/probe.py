@@ -69,7 +69,8 @@ class Probe:
             raise ConfigError("a probe needs batches; got none")
         if self.at not in ("last", "average"):
             raise ConfigError(f"at must be 'last' or 'average', got {self.at!r}")
-        if self.stride is not None and (not isinstance(self.stride, (int, np.integer)) or self.stride < 1):
+        counts = isinstance(self.stride, (int, np.integer)) and not isinstance(self.stride, bool)
+        if self.stride is not None and (not counts or self.stride < 1):
             raise ConfigError(f"stride is a number of steps, at least 1; got {self.stride!r}")
 
     def draw(self, window: int) -> list[Any]:

@@ -177,6 +177,7 @@ ENGINES: dict[str, tuple[Callable[[Any], Any], type[HdetError], str]] = {
         ConfigError,
         "n, the number of replicas, is a whole number, got 2.5",
     ),
+    "a replica that is a switch": (lambda p: make(p, [], n=True), ConfigError, "is a whole number, got True"),
     "no replica": (lambda p: make(p, [], n=0), ConfigError, "n must be at least 1, got 0"),
     "forward knob, shared gradients": (
         lambda p: make(p, [hdet.AttentionTemperature()], signal=p.probe()),
@@ -234,7 +235,7 @@ ENGINES: dict[str, tuple[Callable[[Any], Any], type[HdetError], str]] = {
         "the schedules end at different steps .*'learning_rate': 10, 'weight_decay': 20.*give the engine",
     ),
     "no steps": (lambda p: make(p, [], total_steps=0), ConfigError, "total_steps must be at least 1, got 0"),
-    "a window of 0": (lambda p: make(p, [], window=0), ConfigError, "fixed: steps.*given: 0"),
+    "a window of 0": (lambda p: make(p, [], window=0), ConfigError, "window must be at least 1, got 0"),
     "a window of another type": (lambda p: make(p, [], window="50"), ConfigError, "window must be .* got '50'"),
     "a window that is a switch": (lambda p: make(p, [], window=True), ConfigError, "window must be .* got True"),
     "a misspelt gradients": (

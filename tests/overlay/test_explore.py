@@ -1,6 +1,7 @@
 """explore: HDET around any torch scheduler."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -108,6 +109,20 @@ def test_explore_says_what_it_cannot_take() -> None:
         hdet.explore(3)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="leave them out"):
         hdet.explore(CosineAnnealingLR(optimizer(), 10), knob=hdet.LearningRate(groups=0))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"knob": "learning_rate"}, "knob must be of type LearningRate, got 'learning_rate'"),
+        ({"window": 0}, "window must be at least 1, got 0"),
+        ({"total_steps": "10"}, "total_steps must be of type int, got '10'"),
+        ({"total_steps": True}, "total_steps must be of type int, got True"),
+    ],
+)
+def test_explore_refuses_what_cannot_be_even_in_one_process(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        hdet.explore(CosineAnnealingLR(optimizer(), 10), **options)
 
 
 def test_alone_explore_takes_whatever_torch_takes() -> None:

@@ -333,7 +333,8 @@ def test_without_exploration_there_is_no_engine() -> None:
 
 def test_a_declaration_that_cannot_be_is_refused_even_in_one_process() -> None:
     for options in ({"spread": -0.1}, {"spread": 0.1, "sigma": 0.0}, {"spread": 0.1, "beta": 1.0},
-                    {"spread": 0.1, "auto_lr_warmup": -3}):  # fmt: skip
+                    {"spread": 0.1, "auto_lr_warmup": -3}, {"spread": 0.1, "window": 0}, {"window": 0}, {"window": 2.5},
+                    {"sigma": -1.0}, {"auto_lr_warmup": -3}, {"rate": 0.0}):  # fmt: skip
         with pytest.raises(ConfigError):
             hdet.OneCycleHDET(optimizer(), 0.3, total_steps=20, **options)  # type: ignore[arg-type]
     model = nn.Linear(2, 1)

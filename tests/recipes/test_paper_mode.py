@@ -365,3 +365,18 @@ def test_what_cannot_be_is_refused() -> None:
     for options in ({"warmup_steps": -1}, {"sigma": 0.0}, {"spread": -1.0}, {"window": 0}, {"beta": 1.0}):
         with pytest.raises(ConfigError):
             hdet.paper_engine(replicas(4, START), max_lr=0.1, total_steps=100, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": "3"}, "window must be of type int, got '3'"),  # three of which are no window of 333 steps
+        ({"window": True}, "window must be of type int, got True"),
+        ({"warmup_steps": "3"}, "warmup_steps must be of type int, got '3'"),
+        ({"total_steps": math.nan}, "one_cycle: total_steps"),
+        ({"pct_start": None}, "one_cycle: pct_start"),
+    ],
+)
+def test_what_is_no_number_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        hdet.paper_engine(replicas(4, START), **{"max_lr": 0.1, "total_steps": 100, **options})

@@ -206,6 +206,7 @@ def test_a_smaller_last_batch_is_said_once(problem: Any) -> None:
         (lambda p: Probe(p.loss, "validation"), "batches is a list, a DataLoader or a function .* got str; "),
         (lambda p: p.probe(at="mean"), "at must be 'last' or 'average', got 'mean'"),
         (lambda p: p.probe(at="average", stride="2"), "stride is a number of steps, at least 1; got '2'"),
+        (lambda p: p.probe(at="average", stride=True), "stride is a number of steps, at least 1; got True"),
         (lambda p: p.probe(at="average", stride=0), "stride is a number of steps, at least 1; got 0"),
     ],
 )
