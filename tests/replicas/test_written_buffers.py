@@ -115,6 +115,19 @@ def test_what_a_norm_in_train_mode_follows_is_undone(norm: nn.Module) -> None:
 
 
 @torch.no_grad()
+def test_what_an_evaluation_is_known_to_write_is_not_compared_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To compare waits for the device."""
+    model = Following(3)
+    for evaluation in range(2):
+        before = states(model)
+        with tensors.evaluating(model):
+            model.train()
+            model(torch.randn(4, 3))
+        assert states(model) == before, evaluation
+        monkeypatch.setattr(written_buffers, "_differs", lambda *_: pytest.fail("it was compared"))
+
+
+@torch.no_grad()
 def test_a_buffer_that_is_not_a_number_is_no_written_one() -> None:
     model = Stateful(lambda model, mean: None, torch.full((3,), torch.nan))
     for _ in range(2):
@@ -149,6 +162,28 @@ def test_rows_that_a_lookup_scales_down_come_back(kind: type[nn.Module]) -> None
     model(torch.tensor([[2]]))  # training's own lookups scale theirs
     changed = (model[0].weight != before).any(dim=1)
     assert changed.tolist() == [False, False, True, False]
+
+
+class Caching(nn.Module):
+    """Its forward pass looks rows up and notes that it has, which no mode takes back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(4, 3, max_norm=0.1)
+        self.cached = False
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.cached = True
+        return self.rows(inputs)  # type: ignore[no-any-return]
+
+
+def test_rows_that_a_lookup_scales_down_are_no_weights_folded_for_evaluation() -> None:
+    model = nn.Sequential(Caching())
+    before = model[0].rows.weight._version
+    folding = written_buffers.Folding(model)
+    model(torch.tensor([0]))
+    assert model[0].rows.weight._version > before
+    assert folding.found() is None
 
 
 def copied(model: nn.Module) -> set[str]:
