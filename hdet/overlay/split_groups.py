@@ -20,7 +20,8 @@ from hdet.hparams.update import GroupKnob, Groups, LearningRate
 from hdet.nn.names import named_modules, named_parameters
 from hdet.replicas import tensors
 from hdet.replicas.chained_optimizer import OWNER, ChainedOptimizer, chained
-from hdet.replicas.held_optimizer import OF_GRADIENTS, kept_in_groups
+from hdet.replicas.held_optimizer import OF_GRADIENTS
+from hdet.replicas.optimizer_numbers import kept_in_groups
 from hdet.spec import some
 
 OTHERS = "others"

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
@@ -16,22 +14,10 @@ from torch.optim import SGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, AdamW, 
 from hdet.hparams.param_groups import ids_of, parameters_of
 from hdet.nested import mapped
 from hdet.replicas import host_memory, schedule_free, tensors
-from hdet.replicas.chained_optimizer import OWNER, chained, steps_by
+from hdet.replicas.chained_optimizer import chained
+from hdet.replicas.optimizer_numbers import kept_as_attributes, kept_in_groups
 
 State = dict[str, Any]
-
-
-SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
-"""What torch's schedulers leave in parameter groups."""
-
-SETTINGS = frozenset({"params", "lr", "betas", "momentum", "weight_decay", "eps", OWNER}) | SCHEDULERS
-"""Entries that are nobody's state, even of an optimizer whose constructor does not name them (a wrapper's)."""
-
-
-OF_SCHEDULERS = ("_opt_called", "_step_count")
-"""Attributes of an optimizer by which torch's schedulers see that it has stepped."""
-
-PLAIN = (bool, int, float)
 
 WRAPPED = "__bnb_optimizer_quant_state__"
 """Under which bitsandbytes wraps some of a parameter's state in its `state_dict`."""
@@ -39,45 +25,6 @@ WRAPPED = "__bnb_optimizer_quant_state__"
 _MUON = (torch.optim.Muon,) if hasattr(torch.optim, "Muon") else ()  # torch 2.9 has it
 OF_GRADIENTS = (SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Adafactor, *_MUON)
 """Optimizers whose state is of gradients alone, and so goes with weights of a somewhat later step too."""
-
-
-@cache
-def _arguments(kind: type) -> frozenset[str]:
-    """The names of a class's constructor arguments, its bases' included."""
-    constructors = (vars(base)["__init__"] for base in kind.__mro__ if "__init__" in vars(base))
-    return frozenset(name for constructor in constructors for name in inspect.signature(constructor).parameters)
-
-
-@cache
-def _nobodys_state(kind: type) -> frozenset[str]:
-    """Entries of a group that are no state of an optimizer of this class."""
-    return _arguments(kind) | SETTINGS
-
-
-def kept_in_groups(optimizer: Optimizer) -> list[tuple[int, str]]:
-    """Group and key of every number that an optimizer keeps as state in its parameter groups.
-
-    These are Schedule-Free's `weight_sum`, Prodigy's `d` and the like. Arguments of the optimizer's constructor, such
-    as the learning rate, are none of them, nor is what torch's schedulers leave there: they belong to the user, a
-    scheduler or a knob.
-    """
-    found = []
-    for index, group in enumerate(optimizer.param_groups):
-        others = _nobodys_state(type(steps_by(optimizer, group)))  # type: ignore[arg-type]
-        own = [key for key in group if key not in others]
-        found += [(index, key) for key in own if isinstance(group[key], (int, float, Tensor))]
-    return found
-
-
-def _numbers(optimizer: Optimizer) -> State:
-    """Numbers and switches that an optimizer keeps beside its state, as attributes; its arguments are the user's.
-
-    None of torch's own, and none of one that holds parts of the state, whose numbers are of its communication.
-    """
-    if type(optimizer).__module__.startswith("torch.") or getattr(optimizer, "state_in_parts", False):
-        return {}
-    others = _arguments(type(optimizer)).union(OF_SCHEDULERS)  # type: ignore[arg-type]
-    return {name: value for name, value in vars(optimizer).items() if name not in others and type(value) in PLAIN}
 
 
 class HeldOptimizer:
@@ -124,7 +71,7 @@ class HeldOptimizer:
         self._lent = lent
         self._take(self._live() if lent is None else [])
         self._take_rest({key: live[key] for key in live if id(key) not in known}, self._optimizer.param_groups)
-        self._attributes = [_numbers(each) for each in chained(self._optimizer)]
+        self._attributes = [kept_as_attributes(each) for each in chained(self._optimizer)]
         self._wait()
 
     def _live(self) -> list[State]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hdet.replicas import tensors
-from hdet.replicas.held_optimizer import kept_in_groups
+from hdet.replicas.optimizer_numbers import kept_in_groups
 
 
 def average(sound: Sequence[Optimizer], every: Sequence[Optimizer], weights: Sequence[float] | None = None) -> None:

@@ -26,8 +26,8 @@ from hdet.recipes.footprint import footprint
 from hdet.replicas.chained_optimizer import steps_by
 from hdet.replicas.distributed import refusals
 from hdet.replicas.distributed.distribute import _described as described
-from hdet.replicas.held_optimizer import kept_in_groups
 from hdet.replicas.made_state import made_state
+from hdet.replicas.optimizer_numbers import kept_in_groups
 
 Pair = tuple[nn.Module, hdet.ChainedOptimizer]
 STEPS = 24

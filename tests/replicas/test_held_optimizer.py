@@ -16,7 +16,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 import hdet
-from hdet.replicas.held_optimizer import HeldOptimizer, kept_in_groups, load
+from hdet.replicas.held_optimizer import HeldOptimizer, load
+from hdet.replicas.optimizer_numbers import kept_in_groups
 
 OPTIMIZERS: dict[str, tuple[Callable[[Any], Optimizer], set[str]]] = {
     "sgd": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), set()),

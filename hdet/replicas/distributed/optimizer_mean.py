@@ -18,7 +18,8 @@ from hdet.replicas import optimizer_states
 from hdet.replicas.dense import can_be_written, resized
 from hdet.replicas.distributed.exchange import Exchange
 from hdet.replicas.distributed.fingerprint import fingerprint
-from hdet.replicas.held_optimizer import home_of, kept_in_groups
+from hdet.replicas.held_optimizer import home_of
+from hdet.replicas.optimizer_numbers import kept_in_groups
 from hdet.replicas.optimizer_states import is_of_elements, mean_number
 from hdet.replicas.tensors import SMALL, joined, local, parameters
 from hdet.replicas.tensors import alike as like_tensors
