@@ -290,9 +290,9 @@ class BoundKnob:
         if estimate.offset != self.ahead(estimate):
             estimate = replace(estimate, offset=0.0)
         judged = self.controller.judge(self.state, estimate, self._context(run))
-        self.state, self.reasons = judged.state, judged.reasons
-        move = self._move(float(judged.move))
-        self.alone = left_alone(judged.alone, float(judged.move) - move)
+        self.reasons, asked = judged.reasons, self._answered(judged.move, judged.state)
+        move = self._move(asked)
+        self.alone = left_alone(judged.alone, asked - move)
         if judged.power is not None:
             if not 0.0 < judged.power < math.inf:
                 raise ConfigError(f"{self.name}: {type(self.controller).__name__} asked for a power of {judged.power}")
@@ -301,13 +301,11 @@ class BoundKnob:
 
     def retreat(self, worked: float, run: Context) -> float:
         """The run went back to a point at which the base was `worked`. Returns the move made, as `judge` does."""
-        move, self.state = self.controller.retreat(self.state, self._context(_between(run)), worked)
-        return self._move(float(move))
+        return self._move(self._answered(*self.controller.retreat(self.state, self._context(_between(run)), worked)))
 
     def restart(self, run: Context) -> float:
         """The run began anew from its first weights. Returns the move made, as `judge` does."""
-        move, self.state = self.controller.restart(self.state, self._context(_between(run)))
-        return self._move(float(move))
+        return self._move(self._answered(*self.controller.restart(self.state, self._context(_between(run)))))
 
     def _slept(self, start: int, stop: int) -> bool:
         """Whether no shift would have changed the base at any step from `start` to `stop`, without `stop`."""
@@ -350,9 +348,27 @@ class BoundKnob:
             warming=self.rises(max(step - 1, 0), step),
         )
 
+    def _answered(self, move: Any, state: object) -> float:
+        """The move that the controller asks for; its state is kept.
+
+        Raises:
+            ConfigError: the one is no finite number, or the other is of another kind than that of the start.
+        """
+        if not isinstance(state, type(self.state)):
+            raise ConfigError(
+                f"{self.name}: {type(self.controller).__name__} gave the state {state!r:.60}, where its start() gave a "
+                f"{type(self.state).__name__}; return one of these, so that a checkpoint can hold it"
+            )
+        try:
+            asked = float(move)
+        except (TypeError, ValueError):
+            asked = math.nan
+        if not math.isfinite(asked):
+            raise ConfigError(f"{self.name}: {type(self.controller).__name__} moved by {move!r}")
+        self.state = state
+        return asked
+
     def _move(self, move: float) -> float:
-        if not math.isfinite(move):
-            raise ConfigError(f"{self.name}: {type(self.controller).__name__} moved by {move}")
         self.shift = self._within(self.shift + move)
         made = self.shift - self._counted
         if abs(made) < ROUNDING:

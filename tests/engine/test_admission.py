@@ -401,8 +401,8 @@ def test_a_history_of_another_run(problem: Any, train: Any, tmp_path: Any) -> No
     assert [record.window for record in hdet.History(path)] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_controller_that_moves_nowhere(bad: float, problem: Any) -> None:
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), "up", None, [0.1]])
+def test_a_controller_that_moves_nowhere(bad: Any, problem: Any) -> None:
     @hdet.spec.register
     class Lost(Controller):
         kind = "lost"
@@ -419,6 +419,19 @@ def test_a_controller_that_moves_nowhere(bad: float, problem: Any) -> None:
             engine.step([0.0] * 4)
     finally:
         del Controller._members["lost"]
+
+
+@pytest.mark.parametrize("bad", [None, "held", 3.0, {"last": 0.0}])
+def test_a_controller_whose_state_is_none(bad: Any, problem: Any) -> None:
+    """In the window that gave it, and not as the first checkpoint is written."""
+
+    class Undone(Hold):
+        def step(self, state: Any, estimate: Any, context: Any) -> Any:
+            return 0.0, bad
+
+    engine = make(problem, [hdet.LearningRate(controller=Undone())], window=1)
+    with pytest.raises(ConfigError, match=r"learning_rate: Undone gave the state .*, where its start\(\) gave a"):
+        engine.step([0.0] * 4)
 
 
 class MovesOnly(Hold):
