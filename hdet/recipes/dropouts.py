@@ -12,6 +12,9 @@ from hdet.hparams import Dropout
 from hdet.hparams.binding import ModelBinding
 from hdet.nn import named_modules
 
+OF_DEPTH = ("drop_prob", "layerdrop")
+"""Rates of stochastic depth, as timm and Transformers call them."""
+
 MOST_KNOBS = 4
 """Every further knob costs resolution and memory."""
 
@@ -44,13 +47,17 @@ def by_rate(model: nn.Module) -> dict[float, Dropout]:
 def plain_numbers(model: nn.Module) -> dict[str, list[str]]:
     """Dropout rates that a module's forward reads from a float of its own, which no knob writes: modules by attribute.
 
-    So in most language models of Transformers: `attention_dropout` is passed to a function.
+    So in most language models of Transformers: `attention_dropout` is passed to a function. Stochastic depth is among
+    them.
     """
     found: dict[str, list[str]] = defaultdict(list)
     for name, module in named_modules(model):
         if isinstance(module, _DropoutNd):
             continue
         for attribute, value in vars(module).items():
-            if "dropout" in attribute and isinstance(value, float) and 0.0 < value < 1.0:
-                found[attribute].append(name)
+            if isinstance(value, float) and 0.0 < value < 1.0:
+                if "dropout" in attribute or attribute in OF_DEPTH:
+                    found[attribute].append(name)
+                elif attribute == "p" and type(module).__name__ == "StochasticDepth":  # torchvision's
+                    found["stochastic_depth"].append(name)
     return dict(found)

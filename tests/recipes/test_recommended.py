@@ -116,6 +116,24 @@ def test_a_rate_that_is_a_plain_number_of_a_module_is_named_and_left_alone() -> 
     assert "hdet.Scalar('attention_dropout', get=..., set=...)" in choices["attention dropout"].reason
 
 
+class StochasticDepth(nn.Identity):
+    """Torchvision's, as far as its rate goes."""
+
+    p = 0.0
+
+
+def test_stochastic_depth_is_named_and_left_alone() -> None:
+    """Modules of timm and Transformers keep its rate as `drop_prob` or `layerdrop`; 0 is none."""
+    model = nn.Sequential(nn.Linear(8, 4), *(nn.Identity() for _ in range(4)), StochasticDepth())
+    model[1].drop_prob, model[2].drop_prob, model[3].drop_prob = 0.0, 0.1, 0.2  # type: ignore[assignment]
+    model[4].layerdrop = model[5].p = 0.3  # type: ignore[assignment]
+    choices = {choice.subject: choice for choice in choose(model, adamw(model), STEPS)}
+    assert "is a plain number that 2 modules read (2, ...)" in choices["drop prob"].reason
+    assert "is a plain number that 1 modules read (4, ...)" in choices["layerdrop"].reason
+    assert "is a plain number that 1 modules read (5, ...)" in choices["stochastic depth"].reason
+    assert [subject for subject, choice in choices.items() if choice.knob is not None] == ["learning rate"]
+
+
 def test_dropout_can_be_left_out_of_a_model_that_has_it_as_a_plain_number_alone() -> None:
     """As of one without any: errors and pages tell to leave both out, whatever the model is."""
     model = nn.Linear(8, 4)
