@@ -116,6 +116,11 @@ def given(optimizer: Optimizer, index: int, key: str, item: int | None = None) -
 def _found(optimizer: Optimizer, index: int, key: str, item: int | None) -> Given:
     entry = optimizer.param_groups[index][key]
     entry = entry if item is None else entry[item]
+    if isinstance(entry, Tensor) and (entry.numel() != 1 or not entry.is_floating_point()):
+        raise ConfigError(
+            f"parameter group {index} holds {key} as a tensor of {entry.numel()} elements and type {entry.dtype}; only "
+            f"one floating-point number can be moved, so make it a float, or torch.tensor(0.1), say"
+        )
     held = float(entry)
     known = _given.setdefault(optimizer, {})
     before = known.get((index, key, item))

@@ -343,6 +343,21 @@ def test_a_group_at_rate_0_stays_there() -> None:
         hdet.find(model, optimizer, loss=loss, batches=TRAIN, probe=PROBE, total_steps=500)
 
 
+@pytest.mark.parametrize(
+    ("rate", "said"),
+    [
+        (torch.tensor(1), r"holds lr as a tensor of 1 elements and type torch\.int64"),
+        (torch.tensor([0.1, 0.2]), r"holds lr as a tensor of 2 elements and type torch\.float32"),
+    ],
+)
+def test_a_rate_that_cannot_hold_another_is_refused(rate: torch.Tensor, said: str) -> None:
+    """Into an integer 0.25 is written as 0, so that a trial at it trains nothing."""
+    model, optimizer = build()
+    optimizer.param_groups[0]["lr"] = rate
+    with pytest.raises(ConfigError, match=said):
+        hdet.find(model, optimizer, loss=loss, batches=TRAIN, probe=PROBE, total_steps=500)
+
+
 def test_of_several_groups_it_is_said_whose_rate_it_is() -> None:
     estimate = found(0.01)
     assert estimate.ratios == (1.0, 0.5)
