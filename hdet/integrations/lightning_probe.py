@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 from torchmetrics import Metric
@@ -20,6 +22,7 @@ from hdet.integrations.dataset_probe import SUB_BATCHES
 from hdet.integrations.kept import values_kept
 from hdet.replicas.generators import numbers_lent
 from hdet.replicas.random_numbers import accelerators
+from hdet.replicas.tensors import evaluating
 from hdet.signals import Probe
 from hdet.signals.probe import leading_sizes
 
@@ -50,16 +53,25 @@ def judge(trainer: Trainer, module: LightningModule, probe: Probe | Iterable[Any
             f"{type(module).__name__} has no validation_step to judge the probe's batches by; define one, or give "
             f"probe=hdet.Probe(loss, batches) with loss(module, batch)"
         )
-    batches = [
-        trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(batch), dataloader_idx=0)
-        for batch in _first(probe, seed, accelerators(module))
-    ]
+
+    def moved(batch: Any) -> Any:
+        """As the Trainer's validation does it, by hooks of the module or of its DataModule."""
+        batch = module._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch))
+        return trainer.strategy.batch_to_device(batch)
+
+    with numbers_lent(f"hdet.probe:{seed}", accelerators(module)), evaluating(module), _validating(trainer):
+        batches = [moved(batch) for batch in _first(probe)]
 
     def validation_loss(model: nn.Module, numbered: tuple[int, Any]) -> Tensor:
         index, batch = numbered
         logged: dict[str, Any] = {}
-        with _as_it_was(module), _logging_into(logged, module), trainer.precision_plugin.val_step_context():
-            returned = module.validation_step(batch, index)
+        with (
+            _validating(trainer),
+            _as_it_was(module),
+            _logging_into(logged, module),
+            trainer.precision_plugin.val_step_context(),
+        ):
+            returned = _step(module, batch, index)
         found = returned.get("loss") if isinstance(returned, dict) else returned
         found = logged.get(name) if found is None else found
         if not isinstance(found, Tensor) or found.dim() != 0:
@@ -73,19 +85,35 @@ def judge(trainer: Trainer, module: LightningModule, probe: Probe | Iterable[Any
     return Probe(validation_loss, list(enumerate(batches)))
 
 
-def _first(loader: Iterable[Any], seed: int, devices: Iterable[torch.device]) -> list[Any]:
-    """A loader's first 8 batches, the same on every process and at every resume; a smaller last one is left out.
+def _step(module: LightningModule, batch: Any, index: int) -> Any:
+    """`validation_step` with the numbers that it takes: of the batch, and of a DataLoader where there are several."""
+    step = module.validation_step
+    numbers = [index] if is_param_in_hook_signature(step, "batch_idx", min_args=2) else []
+    loader = inspect.signature(step).parameters.get("dataloader_idx")
+    if loader is not None and loader.default is loader.empty:
+        numbers.append(0)
+    return step(batch, *numbers)
 
-    Args:
-        devices: those whose global generators the loader may draw from besides the CPU's.
-    """
+
+@contextmanager
+def _validating(trainer: Trainer) -> Iterator[None]:
+    """A module may ask the Trainer what it does, as to augment what it trains on alone."""
+    state: Any = trainer.state
+    before, state.stage = state.stage, RunningStage.VALIDATING
+    try:
+        yield
+    finally:
+        state.stage = before
+
+
+def _first(loader: Iterable[Any]) -> list[Any]:
+    """A loader's first 8 batches, the same on every process; a smaller last one is left out."""
     if isinstance(getattr(loader, "sampler", None), DistributedSampler):
         raise ConfigError(
             "the probe's DataLoader has a DistributedSampler, and every process must judge by the same batches; give "
             "one without"
         )
-    with numbers_lent(f"hdet.probe:{seed}", devices):
-        batches = list(islice(iter(loader), SUB_BATCHES))
+    batches = list(islice(iter(loader), SUB_BATCHES))
     sizes = leading_sizes(batches)
     batches = [batch for batch, size in zip(batches, sizes, strict=True) if size == sizes[0]]
     if len(batches) < 2:

@@ -182,6 +182,51 @@ def test_the_validation_loss_may_be_logged_instead_of_returned(tmp_path: Path) -
     assert found[0] == found[1]
 
 
+class Prepared(Classifier):
+    """Prepares its batches by hooks: some in training alone, by numbers drawn at random."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [*batch, "prepared"]
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        inputs, labels, prepared = batch
+        augmented = self.trainer.training or self.training
+        return [inputs + torch.randn_like(inputs), labels, f"{prepared}, augmented" if augmented else prepared]
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, index: int) -> torch.Tensor:
+        print(batch[2], self.trainer.validating or self.trainer.sanity_checking)
+        return super().validation_step(batch, index)
+
+
+def test_the_probes_batches_are_prepared_as_those_of_validation(
+    tmp_path: Path, assert_same: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = fit(tmp_path, Prepared())
+    explored = search(knobs=HELD, tail=None)
+    assert_same(fit(tmp_path, Prepared(), explored), plain)
+    assert set(capsys.readouterr().out.splitlines()) == {"prepared True"}
+
+
+class Unnumbered(Classifier):
+    def validation_step(self, batch: Any) -> torch.Tensor:  # type: ignore[override]
+        return self.loss(batch)
+
+
+class OfSeveral(Classifier):
+    def validation_step(self, batch: Any, index: int, dataloader_idx: int) -> torch.Tensor:  # type: ignore[override]
+        return self.loss(batch)
+
+
+@pytest.mark.parametrize("kind", [Unnumbered, OfSeveral])
+def test_a_validation_step_is_given_the_numbers_that_it_takes(kind: type[Classifier], tmp_path: Path) -> None:
+    explored = search()
+    fit(tmp_path, kind(), explored, limit_val_batches=0)  # of two DataLoaders, say
+    assert explored.search.finished
+
+
 def test_a_probe_of_hdets_is_given_the_module(tmp_path: Path) -> None:
     given: list[LightningModule] = []
 
