@@ -144,7 +144,7 @@ def _logging_into(logged: dict[str, Any], module: LightningModule) -> Iterator[N
 
 @contextmanager
 def _as_it_was(module: LightningModule) -> Iterator[None]:
-    """Metrics, and lists, dicts, sets and numbers on the module, hold after the block what they held before it."""
+    """Metrics, and containers, numbers and tensors on the module, hold after the block what they held before it."""
     metrics = [part for part in module.modules() if isinstance(part, Metric)]
     states = [
         {name: _copied(value) for name, value in vars(one).items() if name in one._defaults or name in OF_A_METRIC}

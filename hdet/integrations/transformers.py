@@ -157,8 +157,7 @@ class Search(TrainerCallback):
         What `training_step` returns is divided such that it adds up to the step's loss over the micro-batches, by
         tokens or by their number, whoever computed it; the search takes means over them.
         """
-        patched: Any = trainer
-        inner, before = patched.training_step, vars(trainer).get("training_step")
+        inner: Any = trainer.training_step
 
         def training_step(*arguments: Any, **keywords: Any) -> Tensor:
             self._training = True
@@ -172,14 +171,7 @@ class Search(TrainerCallback):
             search.loss(loss * trainer.current_gradient_accumulation_steps)
             return loss
 
-        def restore() -> None:
-            if before is None:
-                del patched.training_step
-            else:
-                patched.training_step = before
-
-        patched.training_step = training_step
-        self._undo.append(restore)
+        self._undo.append(_replaced(trainer, "training_step", training_step))
 
     def _end_if_left(self, module: nn.Module, inputs: Any) -> None:
         """An exception has ended the training that the search belongs to, and the model trains elsewhere."""
@@ -293,7 +285,12 @@ def _judged(
     def loss(model: nn.Module, batch: Any) -> Tensor:
         inputs = trainer._prepare_inputs(batch)
         # A subclass may gather metrics there, as TRL's do.
-        with values_kept(trainer, private=True), _by_itself(trainer), trainer.compute_loss_context_manager():
+        with (
+            values_kept(trainer, private=True),
+            _by_itself(trainer),
+            _logging_nothing(trainer),
+            trainer.compute_loss_context_manager(),
+        ):
             items = trainer._get_num_items_in_batch([inputs], trainer.args.device) if _divides(trainer) else None
             found = trainer.compute_loss(model, inputs, num_items_in_batch=items)
         return found[0] if isinstance(found, tuple) else found
@@ -309,6 +306,29 @@ def _unsmoothed(trainer: Trainer) -> Iterator[None]:
         yield
     finally:
         trainer.label_smoother = smoother
+
+
+def _replaced(trainer: Trainer, name: str, method: Callable[..., Any]) -> Callable[[], None]:
+    """Put a function in the place of a method, and return what undoes it."""
+    own = vars(trainer)
+    before = {name: own[name]} if name in own else {}
+    own[name] = method
+
+    def restore() -> None:
+        own.pop(name, None)
+        own.update(before)
+
+    return restore
+
+
+@contextmanager
+def _logging_nothing(trainer: Trainer) -> Iterator[None]:
+    """What a loss logs is of training, and the probe's is not."""
+    restore = _replaced(trainer, "log", lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        restore()
 
 
 def _divides(trainer: Trainer) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -380,6 +381,38 @@ def test_metrics_of_a_trainer_of_the_users_own_are_those_without_it(tmp_path: Pa
         found.append([entry["batches"] for entry in made.state.log_history if "batches" in entry])
     assert found[0] == found[1]
     assert len(found[0]) >= 8
+
+
+class Noting(Trainer):  # type: ignore[misc]
+    """Notes its losses in other ways than by lists, and logs them itself."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        self.sum, self.sums = torch.zeros(()), {"loss": torch.zeros(())}
+        self.last: deque[float] = deque(maxlen=100)
+        self.count: Counter[str] = Counter()
+        super().__init__(*arguments, **keywords)
+
+    def compute_loss(self, model: nn.Module, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
+        loss = super().compute_loss(model, inputs, *arguments, **keywords)
+        self.sum += loss.detach()
+        self.sums["loss"] += loss.detach()
+        self.last.append(loss.item())
+        self.count["passes"] += 1
+        noted = {"sum": self.sum.item(), "sums": self.sums["loss"].item(), "last": list(self.last), **self.count}
+        self.log({"noted": noted})
+        return loss
+
+
+def test_what_a_trainer_of_the_users_own_notes_and_logs_of_its_losses_is_of_training(tmp_path: Path) -> None:
+    found = []
+    for held in (False, True):
+        made = trainer(gpt2(), tmp_path, kind=Noting)
+        if held:
+            search(made, knobs=HELD, tail=None, window=5)
+        made.train()
+        found.append([entry["noted"] for entry in made.state.log_history if "noted" in entry])
+    assert found[0] == found[1]
+    assert len(found[0]) == 20
 
 
 def summed(outputs: Any, labels: Any, num_items_in_batch: Any) -> Any:
