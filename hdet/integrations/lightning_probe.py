@@ -44,7 +44,7 @@ def judge(trainer: Trainer, module: LightningModule, probe: Probe | Iterable[Any
     if isinstance(probe, Probe):
 
         def own(model: nn.Module, batch: Any) -> Tensor:
-            with trainer.precision_plugin.forward_context():
+            with _judging(trainer, module):
                 return probe.loss(module, batch)
 
         return Probe(own, probe.batches, probe.at, probe.stride)
@@ -64,13 +64,7 @@ def judge(trainer: Trainer, module: LightningModule, probe: Probe | Iterable[Any
 
     def validation_loss(model: nn.Module, numbered: tuple[int, Any]) -> Tensor:
         index, batch = numbered
-        logged: dict[str, Any] = {}
-        with (
-            _validating(trainer),
-            _as_it_was(module),
-            _logging_into(logged, module),
-            trainer.precision_plugin.val_step_context(),
-        ):
+        with _judging(trainer, module) as logged:
             returned = _step(module, batch, index)
         found = returned.get("loss") if isinstance(returned, dict) else returned
         found = logged.get(name) if found is None else found
@@ -125,8 +119,9 @@ def _first(loader: Iterable[Any]) -> list[Any]:
 
 
 @contextmanager
-def _logging_into(logged: dict[str, Any], module: LightningModule) -> Iterator[None]:
-    """What a module logs is kept here, and reaches no logger."""
+def _judging(trainer: Trainer, module: LightningModule) -> Iterator[dict[str, Any]]:
+    """The module computes a held-out loss; what it logs is handed over, and reaches no logger."""
+    logged: dict[str, Any] = {}
 
     def log(name: str, value: Any, *_: Any, **__: Any) -> None:
         logged[name] = value
@@ -137,7 +132,8 @@ def _logging_into(logged: dict[str, Any], module: LightningModule) -> Iterator[N
     own: Any = module
     own.log, own.log_dict = log, log_dict
     try:
-        yield
+        with _validating(trainer), _as_it_was(module), trainer.precision_plugin.val_step_context():
+            yield logged
     finally:
         del own.log, own.log_dict
 

@@ -210,6 +210,36 @@ def test_the_probes_batches_are_prepared_as_those_of_validation(
     assert set(capsys.readouterr().out.splitlines()) == {"prepared True"}
 
 
+class Shared(Classifier):
+    """Its training and a probe call one method, which logs and takes notes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[int] = []
+        self.told: list[tuple[float, int]] = []
+
+    def shared_step(self, batch: Any) -> torch.Tensor:
+        loss = self.loss(batch)
+        self.log("shared", loss, on_step=False, on_epoch=True)
+        self.noted.append(1)
+        return loss
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        return self.shared_step(batch)
+
+    def on_fit_end(self) -> None:
+        self.told.append((float(self.trainer.callback_metrics["shared"]), len(self.noted)))
+
+
+def test_what_a_module_logs_and_notes_in_a_probe_of_hdets_is_not_of_training(tmp_path: Path) -> None:
+    plain, judged = Shared(), Shared()
+    fit(tmp_path, plain)
+    probe = hdet.Probe(lambda module, batch: module.shared_step(batch), list(loader(64, seed=2)))
+    fit(tmp_path, judged, search(knobs=HELD, tail=None, probe=probe))
+    assert plain.told == judged.told
+    assert plain.told[0][1] == 2 * PER_EPOCH
+
+
 class Unnumbered(Classifier):
     def validation_step(self, batch: Any) -> torch.Tensor:  # type: ignore[override]
         return self.loss(batch)
