@@ -67,6 +67,7 @@ def preview(engine: Engine) -> Preview:
     stride = max(1, total // POINTS)
     planned = (PlannedKnob(knob.name, knob.evidence.kind, knob.controller.kind) for knob in engine.knobs)
     seen = Preview([], {knob.name: knob for knob in planned})
+    before = [collector.state_dict() for collector in cycle.collectors]  # evidence may remember windows
     try:
         while cycle.step_count < total:
             window = cycle.open_window(len(seen.windows))
@@ -78,6 +79,9 @@ def preview(engine: Engine) -> Preview:
     finally:
         cycle.step_count = 0
         cycle.open_window(0)
+        for collector, state in zip(cycle.collectors, before, strict=True):
+            collector.load_state_dict(state, None)
+        cycle.reapply()
     return seen
 
 

@@ -79,6 +79,27 @@ def test_a_preview_leaves_the_engine_as_it_was(tmp_path: Path) -> None:
         preview(other.training.engine)
 
 
+@pytest.mark.parametrize(
+    "knob",
+    [
+        hdet.LearningRate(evidence=hdet.evidence.Population(), spread=hdet.spreads.Symmetric(0.5)),
+        hdet.Dropout(evidence=hdet.evidence.Contrast(horizon=20), spread=hdet.spreads.TwoLevel(0.05)),
+    ],
+    ids=["population", "contrast"],
+)
+def test_a_preview_leaves_nothing_with_evidence_that_remembers(knob: hdet.Knob) -> None:
+    """A population notes each window that opens; a dropout at 0 comes to be compared in the first windows only."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Dropout(0.0), torch.nn.Linear(4, 1))
+    replicas = hdet.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), n=4)
+    probe = hdet.Probe(lambda model, batch: model(batch).square().mean(), list(torch.randn(2, 8, 2)))
+    by_member = isinstance(knob, hdet.LearningRate)
+    options: dict[str, Any] = {"gradients": "local", "merge": hdet.merges.Exploit()} if by_member else {}
+    engine = hdet.Engine(replicas, [knob], window=5, total_steps=40, signal=probe, **options)
+    before = engine.state_dict()["collectors"]
+    preview(engine)
+    assert engine.state_dict()["collectors"] == before
+
+
 def test_a_run_without_an_end_cannot_be_previewed() -> None:
     model = torch.nn.Linear(2, 1)
     replicas = hdet.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), n=2)
