@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -152,7 +153,10 @@ class Tally:
                 f"engine.step was given a {type(losses).__name__}, whose entries are in no order of the replicas; give "
                 f"a list of 0-dim tensors, in the order of engine.replicas"
             )
-        given = [losses] if isinstance(losses, (Tensor, float, int)) else list(losses)
+        if isinstance(losses, Tensor) or not isinstance(losses, Iterable) or getattr(losses, "ndim", 1) == 0:
+            given = [losses]
+        else:
+            given = list(losses)
         if len(given) != self._local:
             raise StepError(
                 f"engine.step takes one loss for each replica this process hosts ({self._local}), got {len(given)}"
@@ -168,7 +172,7 @@ class Tally:
                         f"the loss of replica {index} has shape {tuple(loss.shape)}; a loss is a scalar: take its mean"
                     )
                 rows.append(loss.detach().reshape(()))
-            elif isinstance(loss, (int, float)):
+            elif isinstance(loss, Real):
                 rows.append(torch.tensor(float(loss), device="cpu"))
             else:
                 raise StepError(f"the loss of replica {index} is a {type(loss).__name__}; give a 0-dim tensor")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -177,4 +178,22 @@ def test_seats_of_one_model_have_losses_of_their_own(problem: Any) -> None:
 @pytest.mark.parametrize("losses", [{"a": 1.0, "b": 2.0, "c": 3.0}, {1.0, 2.0, 3.0}])
 def test_losses_without_an_order_are_refused(tally: Tally, losses: Any) -> None:
     with pytest.raises(StepError, match=r"given a (dict|set), whose entries are in no order.*a list of 0-dim"):
+        tally.add(losses)
+
+
+@pytest.mark.parametrize("loss", [0.5, np.float64(0.5), np.float32(0.5), np.float16(0.5), np.int64(2), True], ids=repr)
+def test_one_loss_may_be_a_number_of_any_kind(problem: Any, loss: Any) -> None:
+    """A mean that NumPy worked out in single precision is no Python float."""
+    model = problem.model()
+    tally = Tally(hdet.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), n=1))
+    for given in (loss, [loss], torch.tensor(float(loss))):
+        tally.add(given)
+    assert tally.rows()[0, 0] == float(loss)
+
+
+@pytest.mark.parametrize("losses", [np.array(0.5), object(), 1j], ids=repr)
+def test_what_is_no_loss_is_refused(problem: Any, losses: Any) -> None:
+    model = problem.model()
+    tally = Tally(hdet.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), n=1))
+    with pytest.raises(StepError, match=f"the loss of replica 0 is a {type(losses).__name__}; give a 0-dim tensor"):
         tally.add(losses)
