@@ -96,7 +96,6 @@ def interactions(history: Sequence[WindowRecord]) -> list[Interaction]:
     product of two knobs' levels, freed of the same. A product that a design cannot tell from a slope is left out.
     """
     knobs = knobs_of(history)
-    pairs = list(combinations(range(len(knobs)), 2))
     history = _thinned(history)
     there = [
         record
@@ -105,7 +104,10 @@ def interactions(history: Sequence[WindowRecord]) -> list[Interaction]:
         and None not in record.losses
         and all(len(record.values.get(knob) or ()) == len(record.losses) for knob in knobs)
     ]
-    if not pairs or not there:
+    # Rates of a hundred matrices that replicas share are thousands of pairs that tell nothing.
+    knobs = [knob for knob in knobs if any(len(set(record.values[knob])) > 1 for record in there)]
+    pairs = list(combinations(range(len(knobs)), 2))
+    if not pairs:
         return []
     sums = [_products(same, knobs, pairs) for same in _alike(there)]
     covariances, squares = (np.concatenate(column) for column in zip(*sums, strict=True))

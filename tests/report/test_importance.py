@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -62,6 +64,19 @@ def test_replicas_that_never_differ_or_levels_that_go_together_tell_none() -> No
         record.values["c"] = [10.0 + math.copysign(1.0, value - 10.0) for value in record.values["a"]]
         record.values["a"] = list(record.values["c"])
     assert interactions(made) == []
+
+
+def test_knobs_that_replicas_share_take_no_memory() -> None:
+    """A hundred matrices' rates are 4950 pairs, of which none tells anything: two knobs beside them do."""
+    alone = history(windows=20, together=0.05)
+    rates = {f"rate[{k}]": [0.1] * 16 for k in range(100)}
+    beside = [replace(one, values=rates | one.values, bases=dict.fromkeys(rates, 0.1) | one.bases) for one in alone]
+    tracemalloc.start()
+    found = interactions(beside)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert found == interactions(alone)
+    assert most < 2**23
 
 
 def test_a_product_that_a_design_cannot_tell_from_a_slope_is_left_out() -> None:
