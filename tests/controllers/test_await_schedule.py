@@ -123,3 +123,16 @@ def test_a_rewind_forgets_where_the_schedule_stood() -> None:
     rule = AwaitSchedule()
     assert rule.retreat(RISEN, ABOVE) == rule.start()
     assert rule.restart(RISEN, ABOVE) == RISEN
+
+
+@pytest.mark.parametrize(("size", "move"), [(3.0, -math.log(1.5)), (None, -RISE)], ids=str)
+def test_what_small_steps_are_is_a_number_and_without_a_size_nobody_knows(size: float | None, move: float) -> None:
+    risen = replace(RISEN, untrained=True, rise=0.5 if size else RISE)
+    assert AwaitSchedule(small=2.0).propose(risen, replace(LESS, step_size=size), ABOVE) == pytest.approx(move)
+
+
+def test_a_larger_move_of_another_rule_leaves_no_credit() -> None:
+    """What the schedule rises by later is owed in full."""
+    rule, still = AwaitSchedule(), Context(peak=0.5, shift=1.0)
+    state = rule.moved(replace(RISEN, peak=0.5, owed=0.2), -0.7, -0.7, LESS, still)
+    assert rule.observe(state, LESS, replace(still, peak=1.0)).owed == pytest.approx(math.log(2.0))

@@ -83,6 +83,13 @@ def test_a_raise_that_evidence_calls_for_is_left_to_looking_ahead() -> None:
     assert (judged.move, judged.rule) == (0.6, "look_ahead")
 
 
+@pytest.mark.parametrize(("slope", "move"), [(0.0, 1.0), (-0.19, 1.0), (-0.21, None)])
+def test_it_needs_no_proof_that_less_is_called_for(slope: float, move: float | None) -> None:
+    """Evidence that says nothing leaves the rate to be regained."""
+    quiet = replace(AHEAD, slope=slope, stderr=0.1, step_size=0.01)
+    assert Regain(small=SMALL).propose(BEGUN, quiet, replace(RISING, shift=-1.0)) == move
+
+
 def test_without_a_size_that_is_small_both_are_off() -> None:
     assert SmallSteps(small=0.0).allow(-0.6, BEGUN, LESS, RISING) == -0.6
     assert Regain(small=0.0).propose(BEGUN, AHEAD, replace(RISING, shift=-1.0)) is None
@@ -247,6 +254,9 @@ def test_what_evidence_has_lowered_is_not_raised_again() -> None:
     lowered = calibrate.judge(calibrate.start(), less, replace(RISING, shift=0.5)).state
     unsure = replace(LESS, averaged=Estimate.nothing(), step_size=0.1)
     assert calibrate.judge(lowered, unsure, RISING).move == 0.0
+    assert CatchUp().moved(NOT_MISLED, -0.3, -0.3, replace(LESS, offset=0.7), RISING).untrained, (
+        "looking ahead may have"
+    )
     assert calibrate.judge(calibrate.start(), replace(unsure, excess=1.0), RISING).rule == "catch_up"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from hdet.controllers import Calibrate, Context, Estimate
@@ -93,3 +95,10 @@ def test_it_asks_for_no_move_and_its_power_goes_with_anothers() -> None:
     assert (plain.power, judged.power) == (None, 0.75)
     unknown = bent.judge(bent.start(), Estimate.nothing(), context)
     assert unknown.power is None
+
+
+@pytest.mark.parametrize(("level", "offset"), [(None, 0.0), (math.inf, 0.0), (math.inf, 0.7), (math.nan, 0.7)])
+def test_a_window_without_a_held_out_loss_keeps_what_those_before_have_told(level: float | None, offset: float) -> None:
+    fall, known = Fall(), GapState(mean=0.1, weight=1.0, told=1)
+    estimate = Estimate(slope=0.0, stderr=0.1, level=level, offset=offset)
+    assert fall.observe(known, estimate, Context(loss=1.0)) == known

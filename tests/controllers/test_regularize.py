@@ -6,7 +6,7 @@ import pytest
 from windows import moves
 
 from hdet.controllers import Context, Estimate, Gated, GatedState, Regularize, RuledState
-from hdet.controllers.rules import Leap, SlopeSum, Spare
+from hdet.controllers.rules import Leap, Restore, SlopeSum, Spare
 
 EAGER = {
     "rate": 0.1,
@@ -286,6 +286,9 @@ def test_a_knob_too_weak_to_be_felt_is_raised_to_where_it_would_be() -> None:
     assert move(regularize, slope(-0.0015)) == pytest.approx(math.log(4 / 3))
     assert move(regularize, slope(-0.0019)) == pytest.approx(0.1), "no less than one that is felt"
     assert move(regularize, slope(-1e-9)) == pytest.approx(0.4), "by `max_scale` rates at the most"
+    leap = Leap(**{name: EAGER[name] for name in ("rate", "window_steps")})
+    summed = leap.observe(leap.start(), slope(-0.1), Context())
+    assert leap.propose(summed, Estimate(0.0, stderr=0.1, level=2.0), Context()) == 1.6 / 4, "nor without any slope"
     assert move(regularize, slope(-0.0021)) == pytest.approx(0.1)
     assert move(regularize, slope(0.0015)) == pytest.approx(-0.1), "lowered as ever"
     for gate, moved in ((1.9, 0.4), (2.1, 0.0)):
@@ -410,6 +413,17 @@ def test_a_reason_says_that_what_was_set_is_restored() -> None:
         Regularize().start(), Estimate(-0.01, stderr=0.1, level=2.0, span=9.0), Context(shift=-0.6, loss=1.9, length=30)
     )
     assert (judged.move, judged.rule) == (0.25, "restore")
+
+
+@pytest.mark.parametrize(
+    ("shift", "step", "move"), [(-0.6, 30, 0.25), (-0.1, 30, 0.1), (-0.6, 29, None), (0.0, 30, None), (0.6, 30, None)]
+)
+def test_what_was_set_is_restored_from_below_and_once_the_run_is_under_way(
+    shift: float, step: int, move: float | None
+) -> None:
+    """At what was set, and above it, the rule is silent, and no reason names it."""
+    restore, context = Restore(), Context(shift=shift, step=step, total_steps=100)
+    assert restore.propose(restore.start(), Estimate(0.0, stderr=0.1), context) == move
 
 
 @pytest.mark.parametrize(

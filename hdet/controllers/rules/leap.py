@@ -47,7 +47,7 @@ class Leap(KnowsPretrained, SlopeSum):
             return None
         move = super().propose(state, estimate, context)
         share = estimate.relative_slope / self.min_effect if self.min_effect > 0 else 1.0
-        if move is None or move <= 0 or share >= 1:
+        if move is None or move <= 0:
             return None
         furthest = self.rate * self.max_scale
         leap = min(-math.log(share), furthest) if share > 0 else furthest

@@ -57,4 +57,4 @@ class Lower(KnowsPretrained, Rule):
         believed = self.pretrained_significance if state.pretrained else self.lower_significance
         if averaged is None or not averaged.testable or averaged.t_of_eight <= believed:
             return None
-        return min(0.0, newton_move(averaged, self.limit))
+        return newton_move(averaged, self.limit)

@@ -39,4 +39,4 @@ class Raise(OfRaises, Rule):
         if estimate.t_of_eight >= -self.significance:
             return None
         limit = self.limited(self.limit, state, estimate)
-        return self.at_least(max(0.0, newton_move(estimate, limit)), state, estimate, context)
+        return self.at_least(newton_move(estimate, limit), state, estimate, context)

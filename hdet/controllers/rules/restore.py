@@ -40,6 +40,6 @@ class Restore(SummedSlopes):
     def propose(self, state: SlopeSumState, estimate: Estimate, context: Context) -> float | None:
         if context.before(self.restore_after):
             return None
-        step = min(self.return_step, max(0.0, -context.shift))
+        step = min(self.return_step, -context.shift)
         near = context.base > 0.0 and -context.shift <= self.max_distance
         return step if step > 0.0 and near and state.tau <= self.silent_below else None
