@@ -146,7 +146,7 @@ class NoiseMeter:
         found = [g.coalesce().values() if g.is_sparse else g for g in own]
         if not found:
             return torch.full((), math.nan, device=self._parameters[0].device)
-        norms: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(found)).float())
+        norms: Tensor = torch.linalg.vector_norm(torch.stack(tensors.lengths(found)).float())
         return self._home.unscaled(norms)
 
 

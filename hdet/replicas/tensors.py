@@ -217,12 +217,16 @@ def all_finite(tensors: Sequence[Tensor]) -> Tensor:
 @torch.no_grad()
 def norms(tensors: Sequence[Tensor]) -> list[float]:
     """Their Euclidean norms, in float32; waits for the device once."""
-    if any(tensor.dtype.itemsize < 4 for tensor in tensors):  # whose own norm would have their precision
-        found = [torch.linalg.vector_norm(own, dtype=_at_least_float32(own.dtype)) for own in tensors]
-    else:
-        found = list(torch._foreach_norm(list(tensors))) if tensors else []
+    found = lengths(tensors)
     told: list[float] = torch.stack([own.to(found[0].device).float() for own in found]).tolist() if found else []
     return told
+
+
+def lengths(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Their Euclidean norms in float32 at least, each where its tensor lies."""
+    if any(tensor.dtype.itemsize < 4 for tensor in tensors):  # whose own norm would have their precision
+        return [torch.linalg.vector_norm(own, dtype=_at_least_float32(own.dtype)) for own in tensors]
+    return list(torch._foreach_norm(list(tensors))) if tensors else []
 
 
 def _at_least_float32(dtype: torch.dtype) -> torch.dtype | None:

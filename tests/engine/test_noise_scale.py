@@ -248,3 +248,18 @@ def test_sparse_gradients_are_read_by_what_they_hold() -> None:
         train(engine, until=1)
         first.append(engine.state_dict()["open"]["noise"]["norms"])
     assert torch.allclose(*first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_gradients_of_half_precision_have_norms_of_full_precision(dtype: torch.dtype) -> None:
+    """In bfloat16 the norm of 257 ones is 16, and its square 256."""
+    model = Quadratic()
+    model.w = nn.Parameter(torch.ones(257, dtype=dtype))
+    engine = engine_of(n=2, steps=2, model=model)
+    for replica in engine.replicas:
+        with replica:
+            model.w.sum().backward()
+    engine.share_gradients()
+    engine.step()
+    norms = engine.state_dict()["open"]["noise"]["norms"]
+    assert norms.square().tolist() == [[pytest.approx(257.0), pytest.approx(4 * 257.0)]]
