@@ -411,6 +411,8 @@ def test_a_pretrained_model_that_nothing_has_lowered_is_hardly_held_by_last_weig
     assert rule.propose(replace(state, pretrained=False), less[0], given) is None, "the warm-up is over, or untrained"
     lowered = rule.moved(state, -0.1, -0.1, replace(LESS, offset=0.7), given)
     assert lowered == replace(state, looked=True)
+    assert rule.moved(lowered, 0.25, 0.25, LESS, given) == lowered, "for good"
+    assert rule.moved(state, 0.25, 0.25, AHEAD, given) == state, "a raise lowers nothing"
     assert rule.propose(lowered, less[0], given) is None
     off = Return(entered_significance=2.0)
     assert off.propose(state, less[0], given) is None
@@ -434,8 +436,17 @@ def test_a_pretrained_model_goes_on_to_where_its_first_window_proved_the_rate_to
     fallen = rule.observe(state, less, Context(shift=0.3, schedule_next=-1.0))
     assert rule.propose(fallen, replace(less, slope=0.0), at[0]) is None
     assert Return(ceiling=0.0).observe(state, first, given).goal == 0.0, "switched off"
+    below = rule.observe(state, replace(first, bottom=-9.0), given)
+    assert below.goal == 0.0, "a rate as given is not doubted by a parabola"
     untrained = replace(first, excess=1.0)
     assert rule.observe(rule.begin(rule.start(), untrained), untrained, given).goal == 0.0
+
+
+def test_a_schedule_of_huge_steps_is_returned_to_as_far_as_steps_are_known_to_be_small() -> None:
+    state, below = ReturnState(untrained=True, huge=True), replace(RISING, shift=-1.0)
+    small = Estimate(slope=0.1, stderr=0.1, step_size=0.1)
+    assert Return(small=SMALL).propose(state, small, below) == 0.25
+    assert Return(small=SMALL).propose(state, replace(small, step_size=None), below) is None
 
 
 def test_a_return_remembers_where_the_run_begins_anew() -> None:

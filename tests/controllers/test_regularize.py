@@ -340,6 +340,12 @@ def test_a_base_near_the_smallest_number_there_is_is_no_error() -> None:
     assert (moved, state.parts["slope_sum"].sums) == (0.0, ())
 
 
+def test_of_a_base_of_zero_no_slope_is_known() -> None:
+    summed = SlopeSum().observe(SlopeSum().start(), slope(-0.1), Context())
+    assert SlopeSum().observe(summed, slope(-0.1), Context(base=0.0)) == summed
+    assert SlopeSum().propose(summed, slope(-0.1), Context(base=0.0)) is None
+
+
 def test_what_was_lowered_early_goes_back_to_what_was_set_once_nothing_calls_for_less() -> None:
     """Two or three early windows call for less by 5 standard errors; what comes after them says nothing, or goes on."""
 
