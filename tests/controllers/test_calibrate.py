@@ -6,7 +6,7 @@ from windows import moves
 
 from hdet.controllers import Calibrate, Context, Estimate, RuledState
 from hdet.controllers.beginning import Beginning
-from hdet.controllers.rules import Lower
+from hdet.controllers.rules import Lower, Stall
 from hdet.controllers.rules.catch_up import CatchUpState
 from hdet.controllers.rules.returning import ReturnState
 from hdet.controllers.rules.stall import StallState
@@ -308,3 +308,12 @@ def test_of_a_pretrained_model_averaged_weights_have_to_prove_more(excess: float
     slope = Estimate(0.1 * 3.1, None, stderr=0.1)
     assert lower.wants_curvature(slope, averaged=True)
     assert lower.replace(pretrained_significance=2.0).wants_curvature(replace(slope, slope=0.25), averaged=True)
+
+
+def test_only_what_was_lowered_for_a_stall_counts_as_that() -> None:
+    stalled, place = StallState(lowest=1.0, since=10, waited=3), Context(step=20, loss=2.0)
+    less = Estimate(slope=0.3, stderr=0.1)
+    assert Stall().moved(stalled, -0.5, -0.5, less, place) == replace(stalled, lowered=1)
+    assert Stall().moved(stalled, -0.5, -0.5, replace(less, offset=0.7), place) == stalled, "looking ahead"
+    under_way = replace(stalled, waited=2)
+    assert Stall().moved(under_way, -0.5, -0.5, less, place) == under_way

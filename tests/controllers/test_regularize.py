@@ -7,6 +7,7 @@ from windows import moves
 
 from hdet.controllers import Context, Estimate, Gated, GatedState, Regularize, RuledState
 from hdet.controllers.rules import Leap, Restore, SlopeSum, Spare
+from hdet.controllers.vetoes import KeepsWeights, NeedsGap
 
 EAGER = {
     "rate": 0.1,
@@ -200,6 +201,14 @@ def test_what_takes_little_of_them_or_nobody_knows_how_much_is_left_alone(
     state = rule.begin(rule.start(), replace(slope(0.1), excess=1.3))
     told = replace(slope(0.1), stretch=stretch)
     assert rule.propose(state, told, replace(WINDOW, total_steps=steps)) is None
+
+
+@pytest.mark.parametrize(("taken", "speaks"), [(0.19, False), (0.205, False), (0.22, True)])
+def test_a_decay_that_takes_hardly_too_much_leaves_other_rules_their_say(taken: float, speaks: bool) -> None:
+    spare, run = Spare(most_taken=0.2), Context(length=10, total_steps=10)
+    pretrained = spare.begin(spare.start(), Estimate(0.0, excess=1.3))
+    wish = spare.propose(pretrained, Estimate(0.0, stretch=-math.expm1(-taken)), run)
+    assert wish == (pytest.approx(math.log(0.2 / taken)) if speaks else None)
 
 
 def test_what_was_spared_is_not_raised_again() -> None:
@@ -455,3 +464,17 @@ def test_what_seemed_another_scale_is_no_gap() -> None:
     regularize = rule()
     windows = [(slope(-1.0), Context(loss=loss)) for loss in (1.0, 2.0, 2.0, 2.0)]
     assert moves(regularize, *windows) == [0.0] * 4
+
+
+@pytest.mark.parametrize(("shift", "left"), [(-0.1, 0.1), (-0.7, 0.5), (0.0, 0.0), (0.1, 0.0)])
+def test_without_overfitting_a_raise_ends_at_what_was_set(shift: float, left: float) -> None:
+    veto, place = NeedsGap(), Context(loss=2.2, shift=shift)
+    assert veto.allow(0.5, veto.observe(veto.start(), slope(-0.1), place), slope(-0.1), place) == left
+
+
+@pytest.mark.parametrize(("move", "left"), [(0.4, math.log(4 / 3)), (0.1, 0.1), (-0.4, -0.4)])
+def test_pretrained_weights_keep_most_of_what_they_were(move: float, left: float) -> None:
+    veto, run = KeepsWeights(most_taken=0.2), Context(length=10, total_steps=10)
+    pretrained = veto.begin(veto.start(), Estimate(0.0, excess=1.3))
+    assert veto.allow(move, pretrained, Estimate(0.0, stretch=-math.expm1(-0.15)), run) == pytest.approx(left)
+    assert veto.allow(move, veto.start(), Estimate(0.0, stretch=-math.expm1(-0.15)), run) == move
