@@ -336,6 +336,17 @@ def test_an_interval_covers_chance_and_not_a_clear_lead() -> None:
     assert third.by_task.low > second.by_task.high
 
 
+def test_starts_that_share_their_seeds_make_no_interval_narrower() -> None:
+    """One contender wins with three seeds of five whatever the start, so five runs are all there is to go by."""
+    wins = np.array([0.0, 0.0, 0.0, 1.0, 1.0])
+    losses = np.stack([wins, 1.0 - wins])
+    one, many = (
+        statistics.standings({("a", f"{i}"): losses for i in range(starts)}, reference=0)[0] for starts in (1, 20)
+    )
+    for alone, among in ((one.rank, many.rank), (one.by_task, many.by_task)):
+        assert (among.low, among.high) == pytest.approx((alone.low, alone.high))
+
+
 def test_whole_tasks_are_resampled_together() -> None:
     """One contender wins all of one task and loses all of the other: over tasks nothing is certain."""
     one, other = np.array([[0.0], [1.0]]), np.array([[1.0], [0.0]])

@@ -95,9 +95,9 @@ def _ranks(findings: Findings) -> list[str]:
         cases = [case for case in findings.complete() if tasks is None or case[0] in tasks]
         lines += [
             f"{title}: mean rank over {len(cases)} cases (a task and a starting point), seed by seed; "
-            f"intervals by bootstrap over cases and seeds, and over whole tasks. Worst is the largest regret of a "
-            f"run; hurt, the share of runs that end above the fixed schedule from the same start by more than "
-            f"{HARM:g}. Probes are the share of compute that did not train; seconds are CPU time over the fixed "
+            f"intervals by bootstrap over cases and each task's seeds, and over whole tasks. Worst is the largest "
+            f"regret of a run; hurt, the share of runs that end above the fixed schedule from the same start by more "
+            f"than {HARM:g}. Probes are the share of compute that did not train; seconds are CPU time over the fixed "
             f"schedule's.",
             "",
         ]

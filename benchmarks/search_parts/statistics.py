@@ -12,6 +12,7 @@ from scipy import stats
 from search_parts.interval import Interval
 
 Array = NDArray[np.float64]
+Indices = NDArray[np.int64]
 Case = tuple[str, str]
 RESAMPLES = 2000
 
@@ -35,7 +36,7 @@ class Standing:
     """A contender's mean rank over tasks and starting points.
 
     Attributes:
-        rank: with an interval from resampling cases and seeds.
+        rank: with an interval from resampling cases, and the seeds of each task.
         by_task: the same mean, with an interval from resampling whole tasks, since the starting points of one
             task are alike.
         behind: its mean rank minus the reference's, cases and seeds resampled; above 0 it is worse.
@@ -51,21 +52,25 @@ def standings(losses: Mapping[Case, Array], reference: int, seed: int = 0) -> li
 
     Args:
         losses: by (task, starting point), [contenders, seeds], the same in each.
-            A column holds runs of one seed, on the same data, so contenders are ranked within it.
+            A column holds runs of one seed, on the same data, so contenders are ranked within it. All starting
+            points of a task share its seeds, which are therefore drawn together.
         reference: the contender others are compared with.
         seed: of the resampling.
     """
     names = list(losses)
     table = np.stack([ranks(losses[case]) for case in names])  # [cases, contenders, seeds]
     rng = np.random.default_rng(seed)
-    cases, contenders, seeds = table.shape
+    cases, contenders, _ = table.shape
     tasks = list(dict.fromkeys(task for task, _ in names))
-    members = [np.array([i for i, (task, _) in enumerate(names) if task == own]) for own in tasks]
+    task_of = np.array([tasks.index(task) for task, _ in names])
+    members = [np.flatnonzero(task_of == i) for i in range(len(tasks))]
     free, clustered = np.empty((RESAMPLES, contenders)), np.empty((RESAMPLES, contenders))
     for sample in range(RESAMPLES):
-        free[sample] = _resampled(table, rng.integers(cases, size=(cases,)), rng, seeds)
-        drawn = np.concatenate([members[i] for i in rng.integers(len(tasks), size=len(tasks))])
-        clustered[sample] = _resampled(table, drawn, rng, seeds)
+        drawn = rng.integers(cases, size=(cases,))
+        free[sample] = _resampled(table, drawn, task_of[drawn], rng)
+        whole = [members[i] for i in rng.integers(len(tasks), size=len(tasks))]
+        places = np.repeat(np.arange(len(tasks)), [len(own) for own in whole])
+        clustered[sample] = _resampled(table, np.concatenate(whole), places, rng)
     means = table.mean(axis=(0, 2))
     behind = free - free[:, [reference]]
     return [
@@ -78,9 +83,10 @@ def standings(losses: Mapping[Case, Array], reference: int, seed: int = 0) -> li
     ]
 
 
-def _resampled(table: Array, cases: NDArray[np.int64], rng: np.random.Generator, seeds: int) -> Array:
-    """[contenders] mean rank over drawn cases, each with its own draw of seeds."""
-    columns = rng.integers(seeds, size=(len(cases), seeds))
+def _resampled(table: Array, cases: Indices, tasks: Indices, rng: np.random.Generator) -> Array:
+    """[contenders] mean rank over drawn cases; those of one task have one draw of seeds."""
+    seeds = table.shape[2]
+    columns = rng.integers(seeds, size=(tasks.max() + 1, seeds))[tasks]
     drawn: Array = table[cases[:, None], :, columns].mean(axis=(0, 1))
     return drawn
 
