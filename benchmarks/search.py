@@ -52,7 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tasks = chosen(all_tasks(), given.tasks or (list(earlier.best) if earlier else None), "task")
     if given.quick:
         tasks = {name: task.quickened() for name, task in tasks.items()}
-    count = given.seeds or (QUICK_SEEDS if given.quick else SEEDS)
+    count = given.seeds if given.seeds is not None else QUICK_SEEDS if given.quick else SEEDS
+    if count < 1:
+        raise ConfigError(f"--seeds is how many runs a case has, got {count}")
     seeds = range(given.first_seed, given.first_seed + count)
     if given.first_seed < 0 or seeds.stop > sweep.FIRST_SEED:
         raise ConfigError(

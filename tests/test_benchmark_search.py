@@ -459,6 +459,22 @@ def test_the_first_seed_is_told_and_never_one_of_the_sweeps(monkeypatch: pytest.
         with pytest.raises(ConfigError, match="are the sweep's"):
             search.main(["--first-seed", first, "--seeds", "3"])
 
+    with pytest.raises(ConfigError, match="how many runs a case has, got 0"):
+        search.main(["--seeds", "0"])
+
+
+def test_the_report_names_whom_others_are_behind_and_tells_no_share_of_probes_that_nobody_counted(
+    bench: Callable[..., int], tmp_path: Path
+) -> None:
+    bench(Other(), Counting())
+    head, _, *rows = (
+        line.split(" | ") for line in (tmp_path / "docs" / "report.md").read_text().splitlines() if line.startswith("|")
+    )
+    behind, probes = head.index("behind other"), head.index("probes")
+    told = {row[behind] for row in rows[:2]}
+    assert "+0.00 [+0.00, +0.00]" in told
+    assert {row[probes] for row in rows[:2]} == {"-"}
+
 
 def test_the_regret_of_the_oracle_from_its_own_start_is_zero(bench: Callable[..., int], tmp_path: Path) -> None:
     bench()

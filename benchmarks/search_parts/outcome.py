@@ -111,6 +111,11 @@ class Findings:
         """The mean over all tasks, for each of some of `shared_starts`."""
         return [float(np.mean([self.regret(task, start, contender).mean for task in self.tasks])) for start in starts]
 
+    @property
+    def reference(self) -> str:
+        """The contender that others are compared with: hdet, or without it the first."""
+        return REFERENCE if REFERENCE in self.contenders else next(iter(self.contenders))
+
     def standings(self, tasks: set[str] | None = None) -> dict[str, Standing]:
         """Ranks over the complete cases (of some tasks); empty where there are none."""
         names = list(self.contenders)
@@ -126,8 +131,7 @@ class Findings:
                 )
         if not table:
             return {}
-        reference = names.index(REFERENCE) if REFERENCE in names else 0
-        return dict(zip(names, standings(table, reference), strict=True))
+        return dict(zip(names, standings(table, names.index(self.reference)), strict=True))
 
     def within(self, cases: Sequence[Case]) -> Findings:
         """The same, with nothing but the runs of some cases."""
@@ -150,7 +154,7 @@ class Findings:
         return float(np.mean(ratios)) if ratios else math.nan
 
     def untrained(self, contender: str) -> float:
-        """Mean share of a run's passes that did not train its model; 0 where the contender says nothing."""
+        """Mean share of a run's passes that did not train its model; NaN where the contender says nothing."""
         shares = [
             1.0 - run.details["steps"] * 3 * self.tasks[task].batch / (run.forward + 2 * run.backward)
             for (task, _, name), runs in self.runs.items()
@@ -158,7 +162,7 @@ class Findings:
             for run in runs.values()
             if "steps" in run.details
         ]
-        return float(np.mean(shares)) if shares else 0.0
+        return float(np.mean(shares)) if shares else math.nan
 
     def versions(self) -> set[str]:
         """Of the library's code, that the runs of its own contenders were made with."""

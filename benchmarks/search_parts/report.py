@@ -11,23 +11,9 @@ from hdet.app.study.tables import pipe_table
 from search_parts import tables
 from search_parts.interval import Interval
 from search_parts.meter import DEFINITION
-from search_parts.outcome import HARM, REFERENCE, Findings
+from search_parts.outcome import HARM, Findings
 from search_parts.pictures import draw_ranks, draw_starts, draw_task
 from search_parts.task import Task
-
-HEADER = [
-    "contender",
-    "mean rank",
-    "over whole tasks",
-    f"behind {REFERENCE}",
-    "mean regret",
-    "worst",
-    "hurt",
-    "failed",
-    "compute, mean (most)",
-    "probes",
-    "seconds",
-]
 
 
 def write(findings: Findings, folder: Path, command: str) -> Path:
@@ -83,6 +69,8 @@ def _head(findings: Findings, command: str) -> list[str]:
 
 def _ranks(findings: Findings) -> list[str]:
     lines = ["## Standing", ""]
+    header = ["contender", "mean rank", "over whole tasks", f"behind {findings.reference}", "mean regret", "worst"]
+    header += ["hurt", "failed", "compute, mean (most)", "probes", "seconds"]
     development = {task.name for task in findings.tasks.values() if task.development}
     groups: list[tuple[str, set[str] | None]] = [("All tasks", None)]
     if development and development != set(findings.tasks):
@@ -97,15 +85,15 @@ def _ranks(findings: Findings) -> list[str]:
             f"{title}: mean rank over {len(cases)} cases (a task and a starting point), seed by seed; "
             f"intervals by bootstrap over cases and each task's seeds, and over whole tasks. Worst is the largest "
             f"regret of a run; hurt, the share of runs that end above the fixed schedule from the same start by more "
-            f"than {HARM:g}. Probes are the share of compute that did not train; seconds are CPU time over the fixed "
-            f"schedule's.",
+            f"than {HARM:g}. Probes are the share of compute that did not train, of contenders that tell it; "
+            f"seconds are CPU time over the fixed schedule's.",
             "",
         ]
         shown, body = findings.within(cases), []
         for name, standing in sorted(standings.items(), key=lambda item: item[1].rank.mean):
             regrets = [findings.regrets(*case, name) for case in cases]
             failures = sum(findings.failures(*case, name) for case in cases)
-            costs = shown.costs(name)
+            costs, untrained = shown.costs(name), shown.untrained(name)
             row = [
                 findings.contenders[name].title,
                 _spanned(standing.rank),
@@ -116,11 +104,11 @@ def _ranks(findings: Findings) -> list[str]:
                 f"{100 * shown.hurt(name):.0f} %",
                 f"{failures} of {len(cases) * findings.seeds}",
                 f"{np.mean(costs):.3f} ({max(costs):.3f})",
-                f"{100 * shown.untrained(name):.1f} %",
+                "-" if math.isnan(untrained) else f"{100 * untrained:.1f} %",
                 f"{shown.seconds(name):.2f}x",
             ]
             body.append(row)
-        lines += [*pipe_table(HEADER, body), ""]
+        lines += [*pipe_table(header, body), ""]
     return [*lines, "![mean ranks](ranks.png)", ""]
 
 
