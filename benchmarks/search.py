@@ -1,6 +1,7 @@
 """A run's compute and badly set hyperparameters: hdet against everything a user would pick instead.
 
-    python benchmarks/search.py --quick      # a short version, under 10 minutes on 2 cores
+    python benchmarks/search.py --quick --tasks teacher ratings tabular digits_conv denoise
+                                             # short runs of small tasks, under 10 minutes on 2 cores
     python benchmarks/search.py --jobs 2     # everything; stop it at will, the same command goes on
     python benchmarks/search.py --report     # tables and pictures of the runs there are
     python benchmarks/search.py --contenders hdet --beside docs/results/search_now --docs report
