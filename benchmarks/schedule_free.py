@@ -4,16 +4,17 @@
 
 The task is digits with a fifth of the labels wrong, 600 steps of 32 examples. hdet is charged its probes: it makes
 fewer steps than the optimizer alone, so that both take the same number of passes over examples (a probe's forward pass
-counts as a third of a training pass).
+counts as a third of a training pass). Printed with "+-" is the standard deviation over seeds.
 """
 
 from __future__ import annotations
 
 import argparse
 import warnings
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
+import numpy as np
 import schedulefree
 import torch
 from torch import Tensor, nn
@@ -79,7 +80,8 @@ def main() -> None:
     print("| rate given | alone | with hdet | its last rate |\n|---|---|---|---|", flush=True)
     for scale in SCALES:
         alone, explored = ([run(seed, scale, on) for seed in seeds] for on in (False, True))
-        told = [f"{mean(own):.3f} +- {stdev(own):.3f}" for own in ([t for t, _ in rows] for rows in (alone, explored))]
+        losses = ([loss for loss, _ in rows] for rows in (alone, explored))
+        told = [f"{mean(own):.3f} +- {np.std(own, ddof=1) if len(own) > 1 else np.nan:.3f}" for own in losses]
         rate = mean(rate for _, rate in explored)
         print(f"| {RATE * scale:g} | {told[0]} | {told[1]} | {rate:.2g} |", flush=True)
 
