@@ -28,6 +28,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from held import BEST
 from search_parts.contender import update
 from search_parts.found import all_tasks
 from search_parts.task import Problem, Setting, Task, named_groups
@@ -107,15 +108,15 @@ class Case:
 
 
 CASES = (
-    Case("tabular", of_layers, Setting(0.064, 3.0)),
-    Case("digits_noise", of_layers, Setting(0.4, 3e-3, 0.3)),
-    Case("denoise", of_layers, Setting(0.016, 0.3)),
-    Case("text_small", of_gpt, Setting(0.016, 0.1)),
-    Case("text_recurrent", of_layers, Setting(0.032, 0.1)),
-    Case("text_momentum", of_gpt, Setting(0.32, 1e-4)),
+    Case("tabular", of_layers, BEST["tabular"]),
+    Case("digits_noise", of_layers, BEST["digits_noise"]),
+    Case("denoise", of_layers, BEST["denoise"]),
+    Case("text_small", of_gpt, BEST["text_small"]),
+    Case("text_recurrent", of_layers, BEST["text_recurrent"]),
+    Case("text_momentum", of_gpt, BEST["text_momentum"]),
     Case("text_muon", of_muon, Setting(0.016, 0.1)),
 )
-LARGER = (Case("text_large", of_gpt, Setting(0.008, 0.1)), Case("gpt_400k", of_gpt, Setting(0.008, 0.1)))
+LARGER = (Case("text_large", of_gpt, BEST["text_large"]), Case("gpt_400k", of_gpt, BEST["gpt_400k"]))
 """By --tasks alone."""
 
 

@@ -16,12 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
+from held import BEST
 from search_parts.contender import Contender
 from search_parts.found import all_contenders, all_tasks
 from search_parts.sweep import losses
 from search_parts.task import NINE, Grid, Setting, Task
 
-BEST = Setting(0.4, 3e-3, 0.3)  # the grid's best, as benchmarks/search.py found it
+TASK = "digits_noise"
 SWEEPS: Mapping[str, Callable[[Setting, Grid], list[Setting]]] = {
     "learning rate": lambda start, grid: [replace(start, lr=lr) for lr in grid.lrs],
     "weight decay": lambda start, grid: [replace(start, decay=decay) for decay in grid.decays],
@@ -38,12 +39,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one seed, three starts")
     quick = parser.parse_args().quick
-    task, contenders = all_tasks()["digits_noise"], all_contenders()
+    task, contenders = all_tasks()[TASK], all_contenders()
     starts, seeds = (NINE[::4], range(1)) if quick else (NINE, range(3))
-    print(f"{len(seeds)} seeds; grid's best {loss(task, contenders['cosine'], BEST, seeds):.3f}")
+    print(f"{len(seeds)} seeds; grid's best {loss(task, contenders['cosine'], BEST[TASK], seeds):.3f}")
     rows = []
     for start in starts:
-        setting = start.setting(BEST)
+        setting = start.setting(BEST[TASK])
         row = {"fixed": loss(task, contenders["cosine"], setting, seeds)}
         for name, sweep in SWEEPS.items():
             row[name] = min(loss(task, contenders["cosine"], one, seeds) for one in sweep(setting, task.grid))
