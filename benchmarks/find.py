@@ -67,10 +67,11 @@ def main() -> int:
     parser.add_argument("--tasks", nargs="+", choices=sorted(BEST), default=list(TASKS))
     parser.add_argument("--seeds", type=int, default=3)
     runner.add_options(parser, ROOT / "runs" / "find")
-    parser.add_argument(
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument(
         "--regularisers", action="store_true", help="instead: decay and dropout in runs of 1/50, 1/10, 1"
     )
-    parser.add_argument("--lengths", action="store_true", help="instead: the best rate by the length of runs")
+    instead.add_argument("--lengths", action="store_true", help="instead: the best rate by the length of runs")
     given = parser.parse_args()
     warnings.filterwarnings("ignore", "the probe is too small")
     tasks = {name: all_tasks()[name] for name in given.tasks}
