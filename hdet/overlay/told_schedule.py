@@ -295,6 +295,9 @@ class Follower:
 
         Args:
             groups: of the optimizer, as the scheduler knows them.
+
+        Raises:
+            ConfigError: it cannot be copied, its step raises, or a function that it asks keeps a count of its own.
         """
         shadow = shadow_of(self.optimizer, groups)
         functions = _functions(self.scheduler)
@@ -308,6 +311,12 @@ class Follower:
                 scheduler.step()
             except ValueError:  # OneCycleLR refuses to go beyond its end
                 break
+            except Exception as error:
+                raise ConfigError(
+                    f"{self.name} cannot be simulated ahead: its step() raised {type(error).__name__} ({error}); where "
+                    f"it waits for a metric nobody knows where it goes. Give hdet.attach schedule=None, which follows "
+                    f"what it writes and never looks ahead"
+                ) from error
             row = read(shadow)
             if self.first and min(row) < 0.0:  # on a resume it is simulated beyond the end of the run
                 break

@@ -131,6 +131,25 @@ def test_a_scheduler_that_cannot_be_copied_is_refused() -> None:
         attached(lambda optimizer: LambdaLR(optimizer, counting))
 
 
+def test_a_scheduler_of_ones_own_that_waits_for_a_metric_is_refused_and_is_as_it_was() -> None:
+    """As a warm-up does that hands over to ReduceLROnPlateau, which asks for it after its first steps alone."""
+
+    class Waiting(LambdaLR):
+        def step(self, metric: Any = None) -> None:
+            if self.last_epoch >= 2:
+                float(metric)
+            super().step()
+
+    model = network()
+    optimizer = adamw(model)
+    scheduler = Waiting(optimizer, lambda step: 1 / (1 + step))
+    held = scheduler.state_dict(), [dict(group) for group in optimizer.param_groups]
+    with pytest.raises(ConfigError, match=r"Waiting cannot be simulated ahead: its step\(\) raised TypeError \(float"):
+        hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, scheduler=scheduler, quiet=True)
+    assert (scheduler.state_dict(), optimizer.param_groups) == held
+    hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, schedule=None, quiet=True).detach()
+
+
 def test_an_object_that_keeps_a_count_is_simulated_on_a_copy() -> None:
     counting = Counting()
     search = attached(lambda optimizer: LambdaLR(optimizer, counting))
