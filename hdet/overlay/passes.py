@@ -89,13 +89,17 @@ class Passes:
         if self.were_dropped():
             self.drop()
         replicas = self._engine.replicas
-        if self._engine.finished or self.begun >= len(replicas):
-            self._current = Pass(self.begun, None)
-            self._lending.put_in_forward(at_base=True)
-        else:
-            self._current = Pass(self.begun, replicas[self.begun])
-            self._enter(replicas[self.begun])
+        beyond = self._engine.finished or self.begun >= len(replicas)
+        self._current = current = Pass(self.begun, None if beyond else replicas[self.begun])
         self.begun += 1
+        try:
+            if current.replica is None:
+                self._lending.put_in_forward(at_base=True)
+            else:
+                self._enter(current.replica)
+        except BaseException:
+            self.give_up()
+            raise
 
     def forwarded(self, output: Any) -> None:
         """The pass has run forward."""
@@ -160,24 +164,22 @@ class Passes:
         self.entered += 1
         if self._engine.step_count == 0 and self.entered == 1:
             self.borrowed = tensors.borrowed(self.model)
-        if self._engine.cycle.observes_passes or self._engine.step_count == 0:
-            self._lending.put_in_update()  # the first pass also holds the first point
         try:
+            if self._engine.cycle.observes_passes or self._engine.step_count == 0:
+                self._lending.put_in_update()  # the first pass also holds the first point
             replica.__enter__()
             self._lending.put_in_forward()
-        except BaseException:
-            self._current = None
-            raise
         finally:
             self._lending.take_out_update()
 
     def _leave(self, *, heard: bool) -> None:
         """The pass is over; its gradient counts if it was heard."""
-        current, self._current = self._current, None
+        current = self._current
         assert current is not None
-        if self._engine.cycle.observes_passes:
-            self._lending.put_in_update()
         try:
+            if self._engine.cycle.observes_passes:
+                self._lending.put_in_update()
+            self._current = None  # not before: where that was interrupted, the pass is still to be left
             if current.replica is None:
                 pass
             elif heard:

@@ -12,6 +12,7 @@ import torch
 from attach_parts import adamw, attached, batch, loop, loss_of, network
 from torch import Tensor, nn
 
+import hdet
 from hdet.errors import ConfigError, StepError
 
 
@@ -211,6 +212,29 @@ def test_a_dropout_that_something_else_writes_is_an_error() -> None:
     model[2].p = 0.5
     with pytest.raises(StepError, match=r"something else writes what hdet explores.*exclude=\('dropout',\)"):
         model(batch(1)[0])
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_where_a_written_dropout_is_put_back_the_search_goes_on(parts: int) -> None:
+    """The second layer's, with the first one's value already in force, in a step's first pass and in a later one."""
+    model = nn.Sequential(nn.Dropout(0.1), *network())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    knobs = [hdet.Dropout(pattern=each, name=f"dropout {each}") for each in "03"]
+    search = attached(model, optimizer, knobs=knobs, exclude=["dropout"], micro_batches=parts)
+    loop(model, optimizer, search=search, stop=7, parts=lambda step: parts)
+    for part in range(parts - 1):
+        search.loss(loss_of(model, batch(7, part))).backward()
+    model[3].p = 0.5
+    with pytest.raises(StepError, match="something else writes what hdet explores"):
+        model(batch(7, parts)[0])
+    assert (model[0].p, model[3].p) == (0.1, 0.5)
+    model[3].p = 0.2
+    search.loss(loss_of(model, batch(7, parts))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert search.engine.step_count == 8
+    loop(model, optimizer, search=search, start=8, parts=lambda step: parts)
+    assert search.finished
 
 
 def test_no_loss_is_said_once_and_at_the_users_line() -> None:
