@@ -109,9 +109,9 @@ class LentGroups(GroupBinding):
         """Put back what was there."""
         if not self.hand.in_force:
             return
-        self.hand.in_force = False
         for index, theirs in zip(self.indices, self.hand.theirs, strict=True):
             put_back(self.optimizer.param_groups[index], self.key, theirs, self.item)
+        self.hand.in_force = False  # not before: where that was interrupted, it is still to be taken out
 
     def _put(self, value: float) -> None:
         if self.told is None:
@@ -208,8 +208,8 @@ class LentScalar:
         """Put back what was there; the base, where evaluation depends on it."""
         if not self.hand.in_force:
             return
-        self.hand.in_force = False
         self.let_rest()
+        self.hand.in_force = False
 
     def let_rest(self) -> None:
         """Between passes what was there is there; the base, where evaluation depends on it."""

@@ -17,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import hdet
 from hdet.errors import CheckpointError, ConfigError, StepError
+from hdet.overlay import lent_bindings
+from hdet.overlay.hooks import Hook, first_after_step
 from hdet.replicas import gradients
 
 
@@ -418,6 +420,27 @@ def test_a_run_goes_on_where_closing_a_window_was_interrupted(at: int) -> None:
     assert [record.stop for record in search.history][-1] == search.engine.step_count == STEPS
     with pytest.raises(StepError, match="the run is over"):
         train(model, optimizer, search, 1)
+
+
+def test_what_could_not_be_taken_out_after_a_step_is_taken_out_before_the_next_pass() -> None:
+    """As where the loop is stopped by hand at that moment, and goes on."""
+    model = network()
+    optimizer = adamw(model)
+    search = attached(model, optimizer)
+    train(model, optimizer, search, 3)
+
+    def interrupted(*given: Any) -> None:
+        raise KeyboardInterrupt
+
+    search.loss(loss_of(model, batch(3))).backward()
+    with pytest.MonkeyPatch.context() as patched:
+        stop = first_after_step(optimizer, Hook(lambda *_: patched.setattr(lent_bindings, "put_back", interrupted)))
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    stop.remove()
+    assert optimizer.param_groups[0]["lr"] != 3e-3
+    model(batch(4)[0])
+    assert [group["lr"] for group in optimizer.param_groups] == [3e-3, 1e-3]
 
 
 def test_a_rate_that_groups_share_is_shared_again() -> None:
