@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
-from hdet.replicas.dense import can_be_written
-
-PLAIN = (dict, defaultdict, OrderedDict, Counter, list, deque, set, int, float, bool, Tensor)
+CONTAINERS = (dict, defaultdict, OrderedDict, Counter, list, deque, set)
+PLAIN = (*CONTAINERS, int, float, bool, Tensor)
 LARGEST = 10_000
 """Entries of a container, or of a tensor, that may be notes; a larger one is data."""
 DEEPEST = 3
@@ -26,47 +25,40 @@ def values_kept(owner: object, *, private: bool) -> Iterator[None]:
         private: those whose names begin with `_`, too.
     """
     own = vars(owner)
-    held = {
-        name: (value, _copied(value))
-        for name, value in own.items()
-        if type(value) in PLAIN and (private or not name.startswith("_"))
-    }
+    names = [name for name, value in own.items() if type(value) in PLAIN and (private or not name.startswith("_"))]
+    held = _lent(own, names)
     try:
         yield
     finally:
-        for name, (value, before) in held.items():
-            _put_back(value, before)
-            own[name] = value
+        _put_back(own, held)
 
 
-def _copied(value: Any, depth: int = 0) -> Any:
-    """What a container holds, of a dict each entry with what that holds; None of what is no container, or too large."""
-    if type(value) not in PLAIN or isinstance(value, (int, float)):
+def _lent(entries: dict[Any, Any], keys: Iterable[Any], depth: int = 0) -> dict[Any, Any]:
+    """Each entry with what it holds. A copy stands in for a tensor: a graph may keep what the block has written."""
+    held = {}
+    for key in keys:
+        value = entries[key]
+        held[key] = value, _copied(value, depth)
+        if type(value) is Tensor and value.numel() <= LARGEST and not value.requires_grad:
+            entries[key] = value.clone()
+    return held
+
+
+def _copied(value: Any, depth: int) -> Any:
+    """What a container holds; None of what is no container, too large, or too deep in others."""
+    if type(value) not in CONTAINERS or len(value) > LARGEST or depth > DEEPEST:
         return None
-    if isinstance(value, Tensor):
-        writes = not value.requires_grad and can_be_written(value)
-        return (value._version, value.clone()) if writes and value.numel() <= LARGEST else None
-    if len(value) > LARGEST:
-        return None
-    if isinstance(value, dict):
-        return {key: (own, _copied(own, depth + 1) if depth < DEEPEST else None) for key, own in value.items()}
-    return value.copy()
+    return _lent(value, list(value), depth + 1) if isinstance(value, dict) else value.copy()
 
 
-def _put_back(value: Any, before: Any) -> None:
-    if before is None:
-        return
-    if isinstance(value, Tensor):
-        version, held = before
-        if value._version != version:  # else a graph may need it as it is
-            value.detach().copy_(held)
-        return
-    value.clear()
-    if isinstance(value, dict):
-        for key, (own, known) in before.items():
-            _put_back(own, known)
-            value[key] = own
-    elif isinstance(value, set):
-        value.update(before)
-    else:
-        value.extend(before)
+def _put_back(entries: dict[Any, Any], held: dict[Any, Any]) -> None:
+    for key, (value, before) in held.items():
+        if before is not None:
+            value.clear()
+            if isinstance(value, dict):
+                _put_back(value, before)
+            elif isinstance(value, set):
+                value.update(before)
+            else:
+                value.extend(before)
+        entries[key] = value

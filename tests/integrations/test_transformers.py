@@ -415,6 +415,29 @@ def test_what_a_trainer_of_the_users_own_notes_and_logs_of_its_losses_is_of_trai
     assert len(found[0]) == 20
 
 
+class Normalising(Trainer):  # type: ignore[misc]
+    """Divides its loss by a mean that this loss has just moved."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        self.mean, self.means = torch.full((), 5.0), {"of": torch.full((), 5.0)}
+        super().__init__(*arguments, **keywords)
+
+    def compute_loss(self, *arguments: Any, **keywords: Any) -> Any:
+        loss = super().compute_loss(*arguments, **keywords)
+        for mean in (self.mean, self.means["of"]):
+            mean.mul_(0.9).add_(0.1 * loss.detach())
+            loss = 2.0 * loss / mean
+        return loss
+
+
+def test_a_loss_that_reads_what_it_has_just_noted_in_a_tensor_is_differentiated(tmp_path: Path) -> None:
+    made = trainer(gpt2(), tmp_path, kind=Normalising, gradient_accumulation_steps=4, max_steps=30, examples=84)
+    callback = search(made, tail=None, window=5)
+    made.train()
+    assert callback.search is not None
+    assert callback.search.finished
+
+
 def summed(outputs: Any, labels: Any, num_items_in_batch: Any) -> Any:
     """For `compute_loss_func`, to which the Trainer's evaluation tells the number of a batch's items, too."""
     logits = outputs.logits[:, :-1].flatten(0, 1)
