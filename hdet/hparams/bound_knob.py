@@ -360,7 +360,7 @@ class BoundKnob:
                 f"{type(self.state).__name__}; return one of these, so that a checkpoint can hold it"
             )
         try:
-            asked = float(move)
+            asked = math.nan if isinstance(move, (str, bool)) else float(move)
         except (TypeError, ValueError):
             asked = math.nan
         if not math.isfinite(asked):

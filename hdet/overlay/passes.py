@@ -177,7 +177,7 @@ class Passes:
         current = self._current
         assert current is not None
         try:
-            if self._engine.cycle.observes_passes:
+            if heard and self._engine.cycle.observes_passes:
                 self._lending.put_in_update()
             self._current = None  # not before: where that was interrupted, the pass is still to be left
             if current.replica is None:

@@ -401,7 +401,7 @@ def test_a_history_of_another_run(problem: Any, train: Any, tmp_path: Any) -> No
     assert [record.window for record in hdet.History(path)] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), "up", None, [0.1]])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), "up", "0.1", True, None, [0.1]])
 def test_a_controller_that_moves_nowhere(bad: Any, problem: Any) -> None:
     @hdet.spec.register
     class Lost(Controller):

@@ -90,3 +90,23 @@ def test_detached_within_a_closure_the_step_is_the_users_own() -> None:
         assert [group["lr"] for group in optimizer.param_groups] == given
     assert (search.attached, search.engine.step_count) == (False, 3)
     assert not optimizer._optimizer_step_post_hooks
+
+
+def test_where_a_group_is_gone_in_mid_pass_the_search_leaves_the_model_all_the_same() -> None:
+    model = network()
+    optimizer = adamw(model)
+    before = set(vars(model))
+
+    def run() -> None:
+        with hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, quiet=True, window=5) as search:
+            loop(model, optimizer, search=search, stop=7)
+            loss = loss_of(model, batch(7))
+            optimizer.param_groups.pop()
+            search.loss(loss).backward()
+
+    with pytest.raises(IndexError) as raised:
+        run()
+    assert raised.value.__context__ is None
+    assert set(vars(model)) == before
+    assert not model._forward_pre_hooks
+    assert model[2].p == 0.2
