@@ -1,9 +1,9 @@
-"""What somebody's own code notes down as it computes a loss, undone where the loss was the probe's."""
+"""What somebody's own code notes down and logs as it computes a loss, undone where the loss was the probe's."""
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -62,3 +62,27 @@ def _put_back(entries: dict[Any, Any], held: dict[Any, Any]) -> None:
             else:
                 value.extend(before)
         entries[key] = value
+
+
+def put_in(owner: object, **methods: Callable[..., Any]) -> Callable[[], None]:
+    """Put functions in the place of an object's methods, and return what undoes it."""
+    own = vars(owner)
+    before = {name: own[name] for name in methods if name in own}
+    own.update(methods)
+
+    def undo() -> None:
+        for name in methods:
+            own.pop(name, None)
+        own.update(before)
+
+    return undo
+
+
+@contextmanager
+def standing_in(owner: object, **methods: Callable[..., Any]) -> Iterator[None]:
+    """Functions in the place of an object's methods, within the block."""
+    undo = put_in(owner, **methods)
+    try:
+        yield
+    finally:
+        undo()

@@ -19,7 +19,7 @@ from torchmetrics import Metric
 
 from hdet.errors import ConfigError
 from hdet.integrations.dataset_probe import SUB_BATCHES
-from hdet.integrations.kept import values_kept
+from hdet.integrations.kept import standing_in, values_kept
 from hdet.replicas.generators import numbers_lent
 from hdet.replicas.random_numbers import accelerators
 from hdet.replicas.tensors import evaluating
@@ -129,13 +129,13 @@ def _judging(trainer: Trainer, module: LightningModule) -> Iterator[dict[str, An
     def log_dict(dictionary: dict[str, Any], *_: Any, **__: Any) -> None:
         logged.update(dictionary)
 
-    own: Any = module
-    own.log, own.log_dict = log, log_dict
-    try:
-        with _validating(trainer), _as_it_was(module), trainer.precision_plugin.val_step_context():
-            yield logged
-    finally:
-        del own.log, own.log_dict
+    with (
+        standing_in(module, log=log, log_dict=log_dict),
+        _validating(trainer),
+        _as_it_was(module),
+        trainer.precision_plugin.val_step_context(),
+    ):
+        yield logged
 
 
 @contextmanager

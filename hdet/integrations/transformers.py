@@ -20,7 +20,7 @@ from hdet.files import replaced
 from hdet.history import WindowRecord
 from hdet.integrations import deepspeed
 from hdet.integrations.dataset_probe import PROBE_TRAINS, Sample
-from hdet.integrations.kept import values_kept
+from hdet.integrations.kept import put_in, standing_in, values_kept
 from hdet.integrations.loggers import metrics
 from hdet.overlay import search as overlay
 from hdet.overlay.attach import attach
@@ -171,7 +171,7 @@ class Search(TrainerCallback):
             search.loss(loss * trainer.current_gradient_accumulation_steps)
             return loss
 
-        self._undo.append(_replaced(trainer, "training_step", training_step))
+        self._undo.append(put_in(trainer, training_step=training_step))
 
     def _end_if_left(self, module: nn.Module, inputs: Any) -> None:
         """An exception has ended the training that the search belongs to, and the model trains elsewhere."""
@@ -288,7 +288,7 @@ def _judged(
         with (
             values_kept(trainer, private=True),
             _by_itself(trainer),
-            _logging_nothing(trainer),
+            standing_in(trainer, log=lambda *_, **__: None),  # what a loss logs is of training
             trainer.compute_loss_context_manager(),
         ):
             items = trainer._get_num_items_in_batch([inputs], trainer.args.device) if _divides(trainer) else None
@@ -306,29 +306,6 @@ def _unsmoothed(trainer: Trainer) -> Iterator[None]:
         yield
     finally:
         trainer.label_smoother = smoother
-
-
-def _replaced(trainer: Trainer, name: str, method: Callable[..., Any]) -> Callable[[], None]:
-    """Put a function in the place of a method, and return what undoes it."""
-    own = vars(trainer)
-    before = {name: own[name]} if name in own else {}
-    own[name] = method
-
-    def restore() -> None:
-        own.pop(name, None)
-        own.update(before)
-
-    return restore
-
-
-@contextmanager
-def _logging_nothing(trainer: Trainer) -> Iterator[None]:
-    """What a loss logs is of training, and the probe's is not."""
-    restore = _replaced(trainer, "log", lambda *_, **__: None)
-    try:
-        yield
-    finally:
-        restore()
 
 
 def _divides(trainer: Trainer) -> bool:
