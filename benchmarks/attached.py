@@ -3,10 +3,10 @@
     python benchmarks/attached.py [--quick]
 
 A network of 433 parameters, so that a step is calls and no arithmetic; the recipe's rates and decay (`Line`,
-`Analytic`) over windows that do not end; one rate, and one for each of two matrices and for the rest. The loops take
-steps in turns, in random order. Printed: how many Python functions and operators a step calls, which is the same on any
-machine; medians over steps of the CPU time of one, and of the difference to the step without hdet in the same turn,
-with its quartiles.
+`Analytic`), and its dropout (`Contrast`), over windows that do not end; one rate, and one for each of two matrices
+and for the rest. The loops take steps in turns, in random order. Printed: how many Python functions and operators a
+step calls, which is the same on any machine; medians over steps of the CPU time of one, and of the difference to the
+step without hdet in the same turn, with its quartiles.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import cProfile
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,11 +26,12 @@ from torch import Tensor, nn
 import hdet
 
 LONG = 100_000
+OPTIONS: dict[str, Any] = {"total_steps": LONG, "window": LONG // 20, "micro_batches": 1, "quiet": True}
 Step = Callable[[], None]
 
 
 def network() -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 1))
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
@@ -56,9 +57,7 @@ def plain() -> Step:
 
 def explicit() -> Step:
     model, optimizer = network()
-    engine = hdet.recommended(
-        model, optimizer, total_steps=LONG, window=LONG // 20, probe=PROBE, micro_batches=1, quiet=True
-    )
+    engine = hdet.recommended(model, optimizer, probe=PROBE, exclude=["dropout"], **OPTIONS)
 
     def step() -> None:
         for replica in engine.replicas:
@@ -73,10 +72,9 @@ def explicit() -> Step:
     return step
 
 
-def attached(rates: Any) -> Step:
+def attached(rates: Any, exclude: Sequence[str]) -> Step:
     model, optimizer = network()
-    options: dict[str, Any] = {"total_steps": LONG, "window": LONG // 20, "quiet": True}
-    search = hdet.attach(model, optimizer, probe=PROBE, rates=rates, **options)
+    search = hdet.attach(model, optimizer, probe=PROBE, rates=rates, exclude=exclude, **OPTIONS)
 
     def step() -> None:
         search.loss(loss_of(model, BATCH)).backward()
@@ -89,8 +87,10 @@ def attached(rates: Any) -> Step:
 LOOPS: dict[str, Callable[[], Step]] = {
     "without hdet": plain,
     "hdet.Engine": explicit,
-    "hdet.attach, one rate": partial(attached, "together"),
-    "hdet.attach, three": partial(attached, "matrices"),
+    "hdet.attach, one rate": partial(attached, "together", ["dropout"]),
+    "hdet.attach, three": partial(attached, "matrices", ["dropout"]),
+    "one, and a dropout": partial(attached, "together", []),
+    "three, and a dropout": partial(attached, "matrices", []),
 }
 
 

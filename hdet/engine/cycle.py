@@ -130,6 +130,11 @@ class Cycle:
         """Whether some evidence looks at gradients of the coming step's passes, and at the rates they are taken at."""
         return any(collector.watches for collector in self._observers)
 
+    @property
+    def reads_on_entry(self) -> bool:
+        """Whether some evidence looks at the optimizer as a pass begins."""
+        return any(collector.reads_on_entry for collector in self._observers)
+
     def enter(self, replica: Replica) -> None:
         """A replica is about to run forward."""
         if not self._begun:

@@ -52,8 +52,13 @@ class Collector:
 
     @property
     def watches(self) -> bool:
-        """Whether `enter` and `exit` look at the coming step; only then are the update's values in force in them."""
+        """Whether `enter` and `exit` look at the coming step; only then are the update's values in force in `exit`."""
         return True
+
+    @property
+    def reads_on_entry(self) -> bool:
+        """Whether `enter` looks at the optimizer; only then are the update's values in force in it."""
+        return self.watches
 
     def open(self, window: Window) -> None:
         """A window opens: all replicas are alike. Decide the knobs' levels (`BoundKnob.spread`)."""

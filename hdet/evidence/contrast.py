@@ -111,6 +111,7 @@ class ContrastCollector(Collector):
         self.training = math.nan  # mean training loss of the last window
         self.stateless = False  # whether the optimizer is known to keep no state
         self.step = 0
+        self.drawn = (-1, np.empty((0, len(self.knobs))))  # the block drawn last: its first step, and its signs
         self.exploring = False
         self.deaf = False  # whether a warning of a pass without a gradient was given
         self.seen: dict[int, Tensor] = {}  # by host, the sketch of this step's accumulated gradient
@@ -118,7 +119,6 @@ class ContrastCollector(Collector):
         self.in_vain = 0  # such windows on end of which nothing was learned
         self.folding = GradientSketch(replicas.hosts, spec.sketch)
         self.given: Tensor | None = None  # the sketch of the gradient of the pass under way
-        self.handed_over = False  # whether gradients are handed over during backward
 
     def open(self, window: Window) -> None:
         self.seen = {}
@@ -142,27 +142,32 @@ class ContrastCollector(Collector):
     def watches(self) -> bool:
         return self.exploring
 
+    @property
+    def reads_on_entry(self) -> bool:
+        return self.exploring and self.scene.replicas.hands_over
+
     def enter(self, replica: Replica, step: int) -> None:
-        if not self.exploring:
+        self.given = None
+        if not self.reads_on_entry:
             return
         self._notice()
         folding = self.folding
         # As they are now: while backward goes on the optimizer may hold those of the loop, and its own groups.
         rates = [rate.clone() if isinstance(rate, Tensor) else rate for rate in self._rates(replica.host)]
-        self.given = None
 
         def take(numbers: Sequence[int], gradients: Sequence[Tensor]) -> None:
             self.given = folding.sketch.zeros() if self.given is None else self.given
             folding.fold_(self.given, numbers, gradients, rates)
 
-        self.handed_over = self.scene.replicas.observe(folding.parameters[replica.host], take)
+        self.scene.replicas.observe(folding.parameters[replica.host], take)
 
     def exit(self, replica: Replica, step: int) -> None:
         if not self.exploring:
             return
-        if not self.handed_over:
+        handed_over = self.scene.replicas.hands_over
+        if not handed_over:
             self._notice()
-        gradient = self.given if self.handed_over else self._added(replica)
+        gradient = self.given if handed_over else self._added(replica)
         self.given = None
         if gradient is not None:
             self.record.add(replica, self.scene.replicas.unscaled(gradient), self.signs, self.half)
@@ -243,7 +248,12 @@ class ContrastCollector(Collector):
         return signs
 
     def _block(self, first: int) -> NDArray[np.float64]:
-        """[N * block_steps, K] signs of the block that begins with a step."""
+        """[N * block_steps, K] signs of the block that begins with a step; each of its steps asks for them."""
+        if self.drawn[0] != first:
+            self.drawn = (first, self._draw(first))
+        return self.drawn[1]
+
+    def _draw(self, first: int) -> NDArray[np.float64]:
         names = [knob.name for knob in self.knobs]
         if self.spec.paired:
             return mirrored(len(self.ladder) // 2, seed=self.scene.seed, window=first, names=names)

@@ -184,21 +184,25 @@ class GroupBinding:
         return float(entry if self.item is None else entry[self.item]) / self.ratios[0]
 
     def write(self, value: float) -> None:
-        groups = self.optimizer.param_groups
-        noted = self._entries
-        held_now: list[tuple[float, float | Tensor]] = []
-        for index, ratio in zip(self.indices, self.ratios, strict=True):
-            group, key = groups[index], self.key
+        groups, key, bounds = self.optimizer.param_groups, self.key, self.bounds
+        in_place: list[tuple[Given, float, Tensor]] = []
+        for index, ratio, noted in zip(self.indices, self.ratios, self._entries, strict=True):
+            group = groups[index]
             own = value if ratio == 1.0 else value * ratio
+            held: float | Tensor = own
             if self.item is not None:
                 items = list(group[key])
-                held = items[self.item] = _written(items[self.item], own, self.bounds)
+                held = items[self.item] = _written(items[self.item], own, bounds)
                 group[key] = tuple(items)
+            elif isinstance(group[key], Tensor):
+                held = _written(group[key], own, (bounds[0] * ratio, bounds[1] * ratio))
             else:
-                held = group[key] = _written(group[key], own, (self.bounds[0] * ratio, self.bounds[1] * ratio))
-            held_now.append((own, held))
-        for entry, (own, held) in zip(noted, held_now, strict=True):  # at the end: groups may share one tensor
-            entry.note(own, held)
+                group[key] = own
+            noted.note(own, held)
+            if isinstance(held, Tensor):
+                in_place.append((noted, own, held))
+        for noted, own, tensor in in_place:  # again at the end: groups may share one tensor
+            noted.note(own, tensor)
 
     def overwritten(self, value: float) -> Overwritten | None:
         groups, key, item = self.optimizer.param_groups, self.key, self.item

@@ -63,6 +63,7 @@ class BoundKnob:
         self.evidence = spec.evidence
         self.name = spec.label
         self.bindings = list(bindings)
+        self._watchable = [binding for binding in self.bindings if isinstance(binding, Watchable)]
         self.schedule = spec.schedule if spec.schedule is not None else _base(self.bindings[0], self.name)
         self.shift = spec.initial_shift
         self.bend = Bend()
@@ -230,8 +231,11 @@ class BoundKnob:
         if self.stays_until == step + 1:
             return
         self.held = [Holding(vars(self), "shift", self.shift)]
-        for binding in self.bindings:
-            found = binding.holdings() if isinstance(binding, Watchable) else None
+        if len(self._watchable) < len(self.bindings):
+            self.stays_until = 0
+            return
+        for binding in self._watchable:
+            found = binding.holdings()
             if found is None:
                 self.stays_until = 0
                 return

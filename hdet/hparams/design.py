@@ -26,6 +26,9 @@ Levels = Sequence[Array]
 FALLBACK_DRAWS = 16
 """Random designs that `Hadamard` chooses from where no Hadamard matrix fits."""
 
+FEW = 64
+"""Words that are put in order in one call: to look for equal ones takes longer."""
+
 
 class Design(Spec, family="design"):
     """Hands out levels. A new design gives `_assign`; the arguments are checked here."""
@@ -265,6 +268,8 @@ def _orders(draws: int, n: int, seed: int, window: int, name: str) -> NDArray[np
 
 
 def _order(keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+    if keys.shape[-1] <= FEW:
+        return np.argsort(keys, axis=-1, kind="stable")
     order = np.argsort(keys, axis=-1)
     # As good as never are two words equal; then alone the slower sort, which keeps their order, says something else.
     ordered = np.take_along_axis(keys, order, axis=-1)

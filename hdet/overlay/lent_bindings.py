@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from hdet.hparams.bound_knob import BoundKnob
 from hdet.hparams.knob import Knob
 from hdet.hparams.space import Space
 from hdet.overlay.split_groups import SplitGroups
-from hdet.overlay.told_schedule import Told
+from hdet.overlay.told_schedule import Course, Told
 
 
 @dataclass
@@ -61,8 +61,7 @@ class LentGroups(GroupBinding):
     def write(self, value: float) -> None:
         self.hand.value = value
         if self.hand.in_force:
-            self._put(value)
-            self.hand.put = self._plain()
+            self._put(value, self._groups())
 
     def overwritten(self, value: float) -> None:
         """Nothing is: between steps the user's own value is there, and theirs to write."""
@@ -74,21 +73,27 @@ class LentGroups(GroupBinding):
         """Put the value last written in force."""
         if self.hand.in_force:
             return
-        groups = self.optimizer.param_groups
-        self.hand.theirs = [kept(groups[index], self.key, self.item) for index in self.indices]
+        key, item, groups = self.key, self.item, self._groups()
+        theirs = [kept(group[key] if item is None else group[key][item]) for group in groups]
+        self.hand.theirs = self.hand.put = theirs
         self.hand.in_force = True
         if self.hand.value is not None:
-            self._put(self.hand.value)
-        self.hand.put = self._plain()
+            self._put(self.hand.value, groups)
 
-    def _plain(self) -> list[Any]:
-        """What the groups hold; None for a tensor, which is not read."""
+    def _groups(self) -> list[dict[str, Any]]:
         groups = self.optimizer.param_groups
-        now = (
-            groups[index][self.key] if self.item is None else groups[index][self.key][self.item]
-            for index in self.indices
-        )
-        return [None if isinstance(entry, Tensor) else entry for entry in now]
+        return [groups[index] for index in self.indices]
+
+    @cached_property
+    def _course(self) -> tuple[Course, int]:
+        """What is told, and the place in it that the value is relative to."""
+        assert self.told is not None
+        return self.told.course, self.told.group
+
+    @cached_property
+    def _of_theirs(self) -> Sequence[int]:
+        """By index, the places of the groups that are told of."""
+        return self.indices if self.owners is None else [self.owners[index] for index in self.indices]
 
     def refuse_written(self) -> None:
         """Go on where nothing has written the entry while its value was in force.
@@ -96,11 +101,15 @@ class LentGroups(GroupBinding):
         Raises:
             StepError: the optimizer has, and what it wrote would be taken out.
         """
-        for index, put, now in zip(self.indices, self.hand.put, self._plain(), strict=True):
-            if put is not None and now is not None and not (now == put or put != put):
-                knob = {"lr": "learning_rate", "betas": "beta1 or beta2"}.get(self.key, self.key)
+        key, item = self.key, self.item
+        for index, group, put in zip(self.indices, self._groups(), self.hand.put, strict=True):
+            now = group[key] if item is None else group[key][item]
+            if now is put or isinstance(now, Tensor) or isinstance(put, Tensor):  # a tensor is not read
+                continue
+            if not (now == put or put != put):
+                knob = {"lr": "learning_rate", "betas": "beta1 or beta2"}.get(key, key)
                 raise StepError(
-                    f"{self.key} of group {index} was written within a step of the {type(self.optimizer).__name__} "
+                    f"{key} of group {index} was written within a step of the {type(self.optimizer).__name__} "
                     f"({now:g} in place of {put:g}), by it or by a hook, and hdet would take that out; leave that "
                     f"value to who writes it: exclude=[{knob!r}], or a knob that you gave by leaving it out of knobs="
                 )
@@ -109,32 +118,47 @@ class LentGroups(GroupBinding):
         """Put back what was there."""
         if not self.hand.in_force:
             return
-        for index, theirs in zip(self.indices, self.hand.theirs, strict=True):
-            put_back(self.optimizer.param_groups[index], self.key, theirs, self.item)
+        for group, theirs in zip(self._groups(), self.hand.theirs, strict=True):
+            if self.item is None and not isinstance(theirs, Tensor):
+                group[self.key] = theirs
+            else:
+                put_back(group, self.key, theirs, self.item)
         self.hand.in_force = False  # not before: where that was interrupted, it is still to be taken out
 
-    def _put(self, value: float) -> None:
+    def _put(self, value: float, groups: Sequence[dict[str, Any]]) -> None:
+        key, item = self.key, self.item
         if self.told is None:
             super().write(value)
+            self.hand.put = [group[key] if item is None else group[key][item] for group in groups]
             return
         assert self.step is not None
-        row = self.told.course.at(self.step())
-        reference = row[self.told.group]
-        for index, theirs in zip(self.indices, self.hand.theirs, strict=True):
-            group = self.optimizer.param_groups[index]
-            own = row[index if self.owners is None else self.owners[index]]
-            if isinstance(theirs, Tensor) and self.item is None:
+        course, place_of_told = self._course
+        row = course.at(self.step())
+        reference = row[place_of_told]
+        stays = value == reference == 0.0  # which only a shift moves
+        put: list[Any] = []
+        for group, place, theirs in zip(groups, self._of_theirs, self.hand.theirs, strict=True):
+            if isinstance(theirs, Tensor) and item is None:
                 # As a factor, so that a rate that lies on a device is not read.
                 with torch.no_grad():
-                    group[self.key].copy_(theirs)
+                    group[key].copy_(theirs)
                     if value != reference:
-                        group[self.key].mul_(value / reference)
+                        group[key].mul_(value / reference)
                     elif reference == 0.0 and self._shift != 0.0:
-                        group[self.key].mul_(self.space.apply(1.0, self._shift))
+                        group[key].mul_(self.space.apply(1.0, self._shift))
+                put.append(group[key])
                 continue
-            own = self._moved(own, value, reference)
-            held = torch.full_like(theirs, fit(own, self.bounds, theirs.dtype)) if isinstance(theirs, Tensor) else own
-            put_back(group, self.key, held, self.item)
+            own = row[place]
+            moved = value if own == reference and not stays else self._moved(own, value, reference)
+            if item is None:
+                group[key] = moved
+                put.append(moved)
+                continue
+            is_tensor = isinstance(theirs, Tensor)
+            held = torch.full_like(theirs, fit(moved, self.bounds, theirs.dtype)) if is_tensor else moved
+            put_back(group, key, held, item)
+            put.append(held)
+        self.hand.put = put
 
     def _moved(self, theirs: float, value: float, reference: float) -> float:
         """A group's own value, moved as the reference group's was from `reference` to `value`."""
@@ -345,9 +369,8 @@ def _base(knob: BoundKnob, step: Callable[[], int]) -> Callable[[], float]:
     return lambda: knob.base(step())
 
 
-def kept(group: Mapping[str, Any], key: str, item: int | None = None) -> Any:
-    """What a group holds under a key, or one element of it, to be put back; a tensor's value."""
-    entry = group[key] if item is None else group[key][item]
+def kept(entry: Any) -> Any:
+    """What a group holds, to be put back; a tensor's value."""
     return entry.detach().clone() if isinstance(entry, Tensor) else entry
 
 

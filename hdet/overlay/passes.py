@@ -165,7 +165,7 @@ class Passes:
         if self._engine.step_count == 0 and self.entered == 1:
             self.borrowed = tensors.borrowed(self.model)
         try:
-            if self._engine.cycle.observes_passes or self._engine.step_count == 0:
+            if self._engine.cycle.reads_on_entry or self._engine.step_count == 0:
                 self._lending.put_in_update()  # the first pass also holds the first point
             replica.__enter__()
             self._lending.put_in_forward()

@@ -337,7 +337,7 @@ def _named(part: tuple[int, int] | None) -> str:
 @contextmanager
 def _groups_kept(optimizer: Optimizer) -> Iterator[None]:
     """What the groups hold is the user's and their scheduler's, whatever the engine restores inside the block."""
-    held = [{key: kept(group, key) for key in group if key != "params"} for group in optimizer.param_groups]
+    held = [{key: kept(group[key]) for key in group if key != "params"} for group in optimizer.param_groups]
     try:
         yield
     finally:

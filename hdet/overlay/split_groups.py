@@ -152,9 +152,11 @@ class SplitGroups:
         together = all(type(each) in OF_GRADIENTS for each in chained(self._optimizer)) and any(
             map(_in_one_call, parts)
         )
+        if not together:
+            return
         owners = (*self.owners, *range(len(self.owners), len(parts)))  # what was added since is nobody's part
         keys = list(zip(owners, map(_rate, parts), strict=True))
-        if not together or len(set(keys)) == len(parts):
+        if len(set(keys)) == len(parts):
             return
         alike: dict[Any, list[Group]] = {}
         for place, (key, part) in enumerate(zip(keys, parts, strict=True)):

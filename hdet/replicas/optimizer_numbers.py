@@ -46,6 +46,8 @@ def kept_in_groups(optimizer: Optimizer) -> list[tuple[int, str]]:
     found = []
     for index, group in enumerate(optimizer.param_groups):
         others = _nobodys_state(type(steps_by(optimizer, group)))  # type: ignore[arg-type]
+        if group.keys() <= others:  # as of all of torch's, in each step
+            continue
         own = [key for key in group if key not in others]
         found += [(index, key) for key in own if isinstance(group[key], (int, float, Tensor))]
     return found

@@ -151,16 +151,19 @@ class Replicas(ABC):
         The only communication a window's control needs, and the only place the device is waited for.
         """
 
-    def observe(
-        self, parameters: Sequence[nn.Parameter], take: Callable[[Sequence[int], Sequence[Tensor]], None]
-    ) -> bool:
-        """Said when a replica is entered whose own gradient, not shared, is asked for of its pass.
-
-        Returns:
-            True where `.grad` will not show it: `take` is given places among `parameters`, and gradients of these,
-            while backward goes on. False where `.grad` shows it after the pass.
-        """
+    @property
+    def hands_over(self) -> bool:
+        """Whether `.grad` will not show a replica's own gradient, not shared, after its pass."""
         return False
+
+    def observe(  # noqa: B027
+        self, parameters: Sequence[nn.Parameter], take: Callable[[Sequence[int], Sequence[Tensor]], None]
+    ) -> None:
+        """Said, where this `hands_over`, when a replica is entered whose own gradient is asked for of its pass.
+
+        Args:
+            take: is given places among `parameters`, and gradients of these, while backward goes on.
+        """
 
     def observe_no_more(self) -> None:  # noqa: B027
         """Said when passes are not going to be observed for a while."""

@@ -19,6 +19,9 @@ from hdet.replicas import tensors
 TOGETHER = 2**16
 """Elements up to which small tensors are joined before they are folded."""
 
+SMALL = 2**20
+"""Elements up to which gradients of all groups are folded together."""
+
 Rate = float | Tensor
 
 
@@ -70,6 +73,11 @@ class GradientSketch:
         self._groups = groups
         self._kinds = [(group, parameter.device) for group, parameter in zip(groups, own, strict=True)]
         self._runs = self._joined()
+        ends = [*(run.position for run in self._runs[1:]), positions[-1]]
+        self._lengths = [end - run.position for run, end in zip(self._runs, ends, strict=True)]
+        # Where the sketch is the vector itself, and another one as large is no matter.
+        exact = positions[-1] == self.sketch.size <= SMALL
+        self._joins = len(self._runs) > 1 and exact and {parameter.device for parameter in own} == {self.sketch.device}
 
     @classmethod
     def as_trained(
@@ -113,10 +121,29 @@ class GradientSketch:
 
     def folded(self, gradients: Sequence[Tensor | None], rates: Sequence[Rate] | None = None) -> Tensor:
         """[sketch.size] The sketch of gradients times their rates, one for each of `parameters`; `None` is zero."""
+        of_runs = [1.0 if rates is None else rates[run.group] for run in self._runs]
+        if (whole := self._at_once(gradients, of_runs)) is not None:
+            return whole
         target = self.sketch.zeros()
-        for run in self._runs:
-            self._fold(target, run, gradients[run.first : run.stop], 1.0 if rates is None else rates[run.group])
+        for run, rate in zip(self._runs, of_runs, strict=True):
+            self._fold(target, run, gradients[run.first : run.stop], rate)
         return target
+
+    def _at_once(self, gradients: Sequence[Tensor | None], rates: Sequence[Rate]) -> Tensor | None:
+        """`folded` in a few calls for all groups, to the same bits; None where that would not be so.
+
+        Args:
+            rates: of each run.
+        """
+        numbers = [rate for rate in rates if not isinstance(rate, Tensor) and rate != 0.0]
+        if not self._joins or len(numbers) < len(rates):
+            return None
+        present = [own for own in gradients if type(own) is Tensor and own.dtype == torch.float32]
+        if len(present) < len(gradients) or any(own.layout != torch.strided for own in present):
+            return None
+        whole: Tensor = _flatten_dense_tensors(present)
+        torch._foreach_mul_(whole.split(self._lengths), numbers)
+        return whole.add_(0.0)  # as of a sum: no zero has a sign
 
     def folded_trained(self, value: Callable[[int, slice | None], Tensor]) -> Tensor:
         """[sketch.size] The sketch of values, each given when it is needed.

@@ -188,9 +188,12 @@ class Ranks(Replicas):
         merged = table[:, 0] if self.layout.parts == 1 else table.mean(axis=1)
         return np.ascontiguousarray(merged.reshape(self.size, -1), dtype=np.float64)
 
-    def observe(self, parameters: Sequence[nn.Parameter], take: Take) -> bool:
-        self._observed = (parameters, take) if self._own is not None else None
+    @property
+    def hands_over(self) -> bool:
         return self._own is not None
+
+    def observe(self, parameters: Sequence[nn.Parameter], take: Take) -> None:
+        self._observed = (parameters, take)
 
     def observe_no_more(self) -> None:
         if self._own is not None:
