@@ -159,6 +159,7 @@ def attach(
     counted(**{name: number for name, number in lengths.items() if number is not None})
     optimizer = _inner(optimizer)
     trained(optimizer)
+    _refuse_scripted(model)
     declared("replicas", replicas, Replicas, type(None))
     tensors.reshard(model)  # a look at the model, as a trainer has before it trains, leaves it gathered
     _end_earlier(model, optimizer)
@@ -349,6 +350,20 @@ def refuse_own_rate(optimizer: Optimizer) -> None:
                 f"as lr, so no rate that is found would be in force; make it with relative_step=False and a rate, or "
                 f"leave the rate to it: exclude=['learning_rate']"
             )
+
+
+def _refuse_scripted(model: nn.Module) -> None:
+    """Go on with a model that takes hooks.
+
+    Raises:
+        ConfigError: it does not, as a whole of TorchScript.
+    """
+    if isinstance(model, torch.jit.RecursiveScriptModule):
+        raise ConfigError(
+            "the model is one of torch.jit.script, or was loaded by torch.jit.load, and takes no hooks, by which hdet "
+            "follows a loop; put it into a module, as nn.Sequential(model), and let the loop call that one and "
+            "hdet.attach have it"
+        )
 
 
 def _end_earlier(model: nn.Module, optimizer: Optimizer) -> None:

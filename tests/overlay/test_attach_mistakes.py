@@ -52,6 +52,19 @@ def test_an_optimizer_that_steps_another_is_refused(kind: Any, name: str) -> Non
         hdet.attach(model, kind(model.parameters()), probe=probe(), total_steps=STEPS, quiet=True)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_a_scripted_model_takes_no_hooks_and_one_that_holds_it_does() -> None:
+    model: Any = torch.jit.script(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)))
+    with pytest.raises(ConfigError, match="and takes no hooks, by which hdet follows a loop; put it into a module"):
+        hdet.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), probe=probe(), total_steps=10, quiet=True)
+    holder = nn.Sequential(model)
+    optimizer = torch.optim.SGD(holder.parameters(), lr=0.1)
+    search = hdet.attach(holder, optimizer, probe=probe(), total_steps=10, window=5, quiet=True)
+    loop(holder, optimizer, search=search, stop=10)
+    assert search.finished
+    assert not any(record.faults for record in search.history)
+
+
 def test_weights_that_are_averaged_now_and_then_need_a_loop_of_their_own() -> None:
     model = network()
     within = torch.optim.SGD(model.parameters(), lr=0.1)
