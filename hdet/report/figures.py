@@ -107,6 +107,7 @@ def save_figures(
     Raises:
         ConfigError: the history explores no knob, or a format is not known.
         MissingExtraError: matplotlib is not installed (the extra `report`).
+        OSError: a file cannot be written.
     """
     unknown = [name for name in formats if name not in FORMATS]
     if unknown:
@@ -126,7 +127,9 @@ def save_figures(
         for name, figure in made.items():
             for ending in formats:
                 path = target / f"{name}.{ending}"
-                figure.savefig(path, format=ending, dpi=200)
+                drawn = io.BytesIO()  # on a full disk matplotlib's PDF ends in an error of zlib
+                figure.savefig(drawn, format=ending, dpi=200)
+                path.write_bytes(drawn.getvalue())
                 written.append(path)
     return written
 

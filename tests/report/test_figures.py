@@ -201,6 +201,13 @@ def test_every_figure_is_written_in_every_format(tmp_path: Path) -> None:
         save_figures(history(), tmp_path, formats=["gif"])
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_full_disk_is_the_systems_own_error(tmp_path: Path) -> None:
+    (tmp_path / "overview.pdf").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        save_figures(history(), tmp_path, formats=["pdf"])
+
+
 def test_a_history_plots_itself_and_a_notebook_shows_it() -> None:
     plotted = History()
     for record in history():
