@@ -81,7 +81,9 @@ def importances(history: Sequence[WindowRecord]) -> list[Importance]:
         decisive = [told[0] for told in (readings(record, knob) for record in history) if told]
         if len(decisive) < LEAST_WINDOWS:
             continue
-        squares = np.array([one.slope**2 - one.stderr**2 for one in decisive])
+        squares = np.array([one.slope * one.slope - one.stderr * one.stderr for one in decisive])
+        if not np.isfinite(squares).all():  # of losses that overflow, of which nothing can be told
+            continue
         mean, doubt = float(squares.mean()), float(squares.std(ddof=1)) / math.sqrt(len(squares))
         roots = [math.sqrt(max(0.0, value)) for value in (mean, mean - 2 * doubt, mean + 2 * doubt)]
         if all(map(math.isfinite, roots)):

@@ -123,3 +123,10 @@ def test_importance_is_the_slope_without_the_noise_that_squaring_adds() -> None:
 def test_a_knob_that_few_windows_measured_has_no_importance() -> None:
     assert importances(measured({"rate": [1.0, 2.0]}, 0.1)) == []
     assert importances(measured({"rate": [math.nan] * 9}, 0.1)) == []
+
+
+@pytest.mark.parametrize("stderr", [0.0, 1e190])
+def test_of_slopes_too_large_to_square_nothing_is_told(stderr: float) -> None:
+    told = {"slope": 1e200, "stderr": stderr}
+    windows = [WindowRecord(w, w, w + 1, {"rate": 1.0}, {}, [], {"rate": told}, {}, False) for w in range(5)]
+    assert importances(windows) == []
