@@ -18,7 +18,7 @@ DEEPEST = 100
 def read(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file.
 
-    Numbers follow YAML 1.2 (`1e-3` is a number), and a key given twice is an error.
+    Numbers follow YAML 1.2 (`1e-3` is a number, `010` is ten, and `1:30` a text), and a key given twice is an error.
 
     Raises:
         ConfigError: no such file, not YAML, not a mapping.
@@ -56,6 +56,16 @@ def parse(text: str, *, name: str) -> Any:
                 )
             return super().construct_mapping(node, deep=deep)
 
+        def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+            digits = str(self.construct_scalar(node)).replace("_", "")
+            octal = re.fullmatch("([-+]?)0+([0-9]+)", digits)
+            return int("".join(octal.groups())) if octal else int(super().construct_yaml_int(node))
+
+    Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_yaml_int)
+    Loader.yaml_implicit_resolvers = {  # before those of YAML 1.1, for which 1:30 is ninety
+        first: [("tag:yaml.org,2002:str", re.compile(r"^[-+]?[0-9_]+(:[0-9_]+)+(\.[0-9_]*)?$")), *rest]
+        for first, rest in Loader.yaml_implicit_resolvers.items()
+    }
     Loader.add_implicit_resolver(  # YAML 1.1 demands a point and a signed exponent
         "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
     )

@@ -27,7 +27,22 @@ def test_a_number_survives_yaml_whatever_python_calls_it(number: float) -> None:
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("1e-3", 1e-3), ("3E4", 3e4), ("-.5e2", -50.0), ("7", 7), ("[1, 2]", [1, 2]), ("1e", "1e"), ("e3", "e3")],
+    [
+        ("1e-3", 1e-3),
+        ("3E4", 3e4),
+        ("-.5e2", -50.0),
+        ("7", 7),
+        ("[1, 2]", [1, 2]),
+        ("1e", "1e"),
+        ("e3", "e3"),
+        ("010", 10),
+        ("007", 7),
+        ("0x1F", 31),
+        ("0", 0),
+        ("1_000", 1000),
+        ("1:30", "1:30"),
+        ("1:30.5", "1:30.5"),
+    ],
 )
 def test_values(text: str, value: object) -> None:
     found = parse(text, name="test")
