@@ -109,7 +109,7 @@ class Exchange:
             for bucket in buckets:
                 bucket.pack(flat)
                 rows.append(self._slices(flat, torch.empty_like(flat)))
-            self._fold_and_tell(flat, torch.stack(rows, dim=1).flatten(0, 1), weights, True)
+            self._fold_and_tell(flat, [row for of_place in zip(*rows, strict=True) for row in of_place], weights, True)
             for bucket in buckets:
                 bucket.unpack(flat)
 
@@ -137,7 +137,7 @@ class Exchange:
         group = self.layout.everyone() if of_all else self.layout.peers()
         held: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(held, own, group=group)
-        return held
+        return held if of_all else [held[rank] for rank in self.layout.ranks_of_peers()]
 
     def broadcast_object(self, own: Any, place: int) -> Any:
         """The object of the peer at `place`."""
@@ -157,12 +157,13 @@ class Exchange:
         # As bytes: not every backend knows 16-bit integers or float8.
         dist.broadcast(flat.view(torch.uint8), self.layout.global_peers[place], group=self.layout.peers())
 
-    def _slices(self, flat: Tensor, rows: Tensor) -> Tensor:
-        """[places, M / places]: this rank's slice of every place's bucket, in the memory of `rows`."""
+    def _slices(self, flat: Tensor, rows: Tensor) -> list[Tensor]:
+        """This rank's slice of every place's bucket, [M / places] each, in the memory of `rows`."""
         dist.all_to_all_single(rows, flat, group=self.layout.peers())
-        return rows.view(self.layout.places, -1)
+        by_rank = rows.view(self.layout.places, -1)
+        return [by_rank[rank] for rank in self.layout.ranks_of_peers()]
 
-    def _fold_and_tell(self, flat: Tensor, rows: Tensor, weights: Sequence[float], mean: bool) -> None:
+    def _fold_and_tell(self, flat: Tensor, rows: Sequence[Tensor], weights: Sequence[float], mean: bool) -> None:
         """Each rank adds up its slice, and sends the sum to all."""
         _gather_single(flat, fold(rows, weights, mean).to(flat.dtype), group=self.layout.peers())
 
@@ -248,15 +249,15 @@ class Bucket:
             target.copy_(copied.view(target.shape))
 
 
-def fold(rows: Tensor, weights: Sequence[float], mean: bool) -> Tensor:
-    """[places, M] -> [M], in the order of the places and in float32 at least; weight 0 leaves a row out.
+def fold(rows: Sequence[Tensor] | Tensor, weights: Sequence[float], mean: bool) -> Tensor:
+    """[M] of each place -> [M], in the order of the places and in float32 at least; weight 0 leaves a row out.
 
     A mean is first - sum_i w_i (first - row_i) / sum_i w_i, as `hdet.replicas.tensors.mean_` computes it.
 
     >>> fold(torch.tensor([[1.0, 2.0], [float("nan"), 0.0], [3.0, 2.0]]), [1, 0, 1], mean=True)
     tensor([2., 2.])
     """
-    wide = wide_type(rows.dtype)
+    wide = wide_type(rows[0].dtype)
     taking = [i for i, weight in enumerate(weights) if weight != 0.0]
     first = rows[taking[0]].to(wide)
     if not mean:

@@ -60,6 +60,10 @@ class Layout:
     def parts(self) -> int:
         return int(self.table.shape[1])
 
+    def ranks_of_peers(self) -> list[int]:
+        """The rank within `peers` of each place. Torch sorts a group's ranks, whatever the order of the mesh."""
+        return [dist.get_group_rank(self.peers(), rank) for rank in self.global_peers]
+
     def group_of_place(self) -> dist.ProcessGroup:
         """A new group of the ranks that hold this replica; these alone take part in making it."""
         ranks = dist.get_process_group_ranks(self.everyone())
