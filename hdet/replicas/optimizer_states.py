@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from itertools import compress
 from typing import Any
 
@@ -19,7 +19,7 @@ def average(sound: Sequence[Optimizer], every: Sequence[Optimizer], weights: Seq
 
     Floating and complex tensors of a parameter's elements are averaged. Counters and all else are taken over from the
     first that holds them. A parameter without a gradient in some replica has no state there; it gets that of those
-    where it has one.
+    where it has one. What no sound one holds, none keeps.
 
     Numbers which an optimizer keeps as state in its parameter groups (Schedule-Free's `weight_sum`, Prodigy's `d`) are
     averaged too. Learning rates and the like are not: they are the user's, a scheduler's or a knob's.
@@ -30,7 +30,10 @@ def average(sound: Sequence[Optimizer], every: Sequence[Optimizer], weights: Seq
     for index, group in enumerate(sound[0].param_groups):
         for place in range(len(group["params"])):
             held = [_state(optimizer, index, place) for optimizer in sound]
-            for key in dict.fromkeys(key for state in held for key in state):
+            keys = dict.fromkeys(key for state in held for key in state)
+            for optimizer in every:
+                _keep_only(optimizer, index, place, keys)
+            for key in keys:
                 holders = [state.get(key) is not None for state in held]
                 values = [state[key] for state, holds in zip(held, holders, strict=True) if holds]
                 if not values:
@@ -70,6 +73,15 @@ def _state(optimizer: Optimizer, index: int, place: int) -> dict[str, Any]:
     """The state of one parameter, empty if it has none."""
     state: dict[str, Any] = optimizer.state.get(optimizer.param_groups[index]["params"][place], {})
     return state
+
+
+def _keep_only(optimizer: Optimizer, index: int, place: int, keys: Container[str]) -> None:
+    state = _state(optimizer, index, place)
+    others = [key for key in state if key not in keys]
+    for key in others:
+        del state[key]
+    if others and not state:
+        del optimizer.state[optimizer.param_groups[index]["params"][place]]
 
 
 def _slot(optimizer: Optimizer, index: int, place: int, key: str, like: Any) -> dict[str, Any]:

@@ -105,6 +105,14 @@ def test_state_that_only_some_have_goes_to_all() -> None:
     assert len({tensor.data_ptr() for tensor in tensors}) == 3
 
 
+def test_what_no_sound_one_holds_none_keeps() -> None:
+    """As on ranks: of the best replica alone all others become copies."""
+    optimizers = stepped(2, used=lambda index: (0, 1) if index == 0 else (0,))
+    optimizers[0].state[optimizers[0].param_groups[0]["params"][0]]["of_its_own"] = 1
+    optimizer_states.average(optimizers[1:], optimizers)
+    torch.testing.assert_close(*(optimizer.state_dict()["state"] for optimizer in optimizers), rtol=0.0, atol=0.0)
+
+
 def test_a_parameter_without_state_anywhere_gets_none() -> None:
     optimizers = stepped(2, used=lambda index: (0,))
     optimizer_states.average(optimizers, optimizers)
