@@ -144,3 +144,9 @@ class Averager(Merger):
         counts = None if weights is None else np.asarray(weights, dtype=np.float64)
         self.scene.replicas.mean(harvest.valid.tolist(), self.optimizer, counts)
         return None
+
+    def restored(self) -> list[int] | None:
+        self.forget()
+        if self.optimizer == "keep":  # each process has put back the state of its own first replica
+            self.scene.replicas.take_first_state()
+        return None

@@ -266,6 +266,10 @@ class OuterMerger(Merger):
         self.state = {}
         self.settings.param_groups[0].update(_settings(self.spec.outer_optimizer()))
 
+    def restored(self) -> list[int] | None:
+        self.forget()
+        return self.inner.restored()
+
     def state_dict(self) -> dict[str, Any]:
         optimizer, _ = self._made()
         return {

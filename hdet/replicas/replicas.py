@@ -192,6 +192,12 @@ class Replicas(ABC):
         agree on its buffers.
         """
 
+    def take_first_state(self) -> None:  # noqa: B027
+        """Give every replica the optimizer state of the first; those of one process have one already.
+
+        Called where every process has put its own replicas back to one point.
+        """
+
     @abstractmethod
     def mean_buffers(self, valid: Sequence[bool]) -> None:
         """The part of `mean` that concerns buffers; calling it twice does no more than once."""

@@ -17,7 +17,7 @@ from training import batch, batch_normed, difference, knobs, loss_of, network, p
 
 import hdet
 from hdet.contrib import Grawa, Weighted
-from hdet.merges import Exploit, Merge, Outer, OuterLearningRate, OuterMomentum
+from hdet.merges import Exploit, Mean, Merge, Outer, OuterLearningRate, OuterMomentum
 
 Found = dict[str, Any]
 
@@ -37,6 +37,8 @@ KEEPING = ("grawa", "outer explored", "outer adam")
 """Those that keep something between windows: a running mean, an outer optimizer's state, that of other rates."""
 STORED = ("grawa", "outer adam")
 RULES = ("truncation", "tournament")
+FAILING = (*RULES, "keep", "outer")
+"""Those whose replicas are not alike as a window opens, by their weights or by the state of their optimizers."""
 SAVED = "tournament"
 """What a population's members hold does not depend on the rule by which they are copied."""
 
@@ -47,6 +49,11 @@ def options_of(name: str) -> Found:
     if name == "outer explored":
         options |= {"knobs": [*knobs(), OuterLearningRate(), OuterMomentum()], "signal": probe()}
     return options
+
+
+def options_of_failing(name: str) -> Found:
+    merges = {"keep": Mean("keep"), "outer": Outer()}
+    return {"gradients": "local", "merge": merges[name]} if name in merges else population(name)
 
 
 def on_ranks(folder: str) -> Found:
@@ -70,7 +77,8 @@ def on_ranks(folder: str) -> Found:
         found[f"ddp {rule}"] = cases.many_ranks(DistributedDataParallel, batch_normed, **population(rule))
         found[f"copies {rule}"] = cases.many_ranks(make=batch_normed, home={"copies": 2}, **population(rule))
         found[f"hsdp {rule}"] = over_shards(mesh, population(rule))
-        found[f"failing {rule}"] = failing(fresh(population(rule), None))
+    for name in FAILING:
+        found[f"failing {name}"] = failing(fresh(options_of_failing(name), None, exact=True))
     found["statistics"] = statistics(mesh)
     members = population(SAVED)
     for home, own in (("", None), ("hsdp ", mesh)):
@@ -101,11 +109,11 @@ def statistics(mesh: Any) -> Found:
     return found
 
 
-def fresh(options: Found, mesh: Any, make: Callable[[], nn.Module] = network) -> hdet.Engine:
+def fresh(options: Found, mesh: Any, make: Callable[[], nn.Module] = network, **home: Any) -> hdet.Engine:
     model = make()
     if mesh is not None:
         model = cases.sharded_over(mesh)(model)
-    home = {"mesh": mesh} if mesh is not None else {}
+    home |= {"mesh": mesh} if mesh is not None else {}
     return cases.engine_of(hdet.distribute(model, cases.optimizer_of(model), **home), **options)
 
 
@@ -243,14 +251,14 @@ def test_every_member_is_taken_up_where_it_was(ranks: list[Found], home: str) ->
         assert rank[f"{home}stored"] == {"at": 6, "difference": 0.0}
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_after_all_members_failed_it_still_is_the_one_in_one_process(ranks: list[Found], rule: str) -> None:
+@pytest.mark.parametrize("name", FAILING)
+def test_after_all_members_failed_it_still_is_the_one_in_one_process(ranks: list[Found], name: str) -> None:
     """Each process holds the opening of its own members; all go on from member 0's."""
-    found = alike(ranks, f"failing {rule}")
+    found = alike(ranks, f"failing {name}")
     torch.set_num_threads(1)
     model = network()
     home = hdet.replicate(model, cases.optimizer_of(model), n=4)
-    expected = failing(cases.engine_of(home, **population(rule)))
+    expected = failing(cases.engine_of(home, **options_of_failing(name)))
     assert [fault["kind"] for fault in expected["history"][1]["faults"]].count("restored") == 1
     assert found["history"] == expected["history"]
     assert difference(found["weights"], expected["weights"]) == 0.0

@@ -288,6 +288,13 @@ class Ranks(Replicas):
                 elif to == self.layout.place:
                     optimizer_mean.receive(self.exchange, self.hosts[into], of)
 
+    def take_first_state(self) -> None:
+        if self.diverge:
+            first = self.exchange.present.index(True) * self._each
+            with translated("sending the first replica's optimizer state"):
+                optimizers = [optimizer for _, optimizer in self.hosts]
+                optimizer_mean.take_over(self.exchange, optimizers, [number == first for number in range(self.size)])
+
     def _pool_within(self) -> None:
         """Give the ranks of this replica the mean of their buffers; no merge gives them that of all."""
         if self._within is None:
