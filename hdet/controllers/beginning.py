@@ -108,7 +108,7 @@ class OfRaises(OfBeginning):
 
     def limited(self, limit: float, state: Beginning, estimate: Estimate) -> float:
         """The largest move: `limit`, or of a pretrained model's raise as many times that as it is significant."""
-        if not state.pretrained or estimate.t_of_eight >= 0.0:
+        if not state.pretrained:
             return limit
         return max(limit, min(self.furthest, limit * -estimate.t_of_eight / self.significance))
 

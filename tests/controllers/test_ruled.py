@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
 
-from hdet.controllers import Calibrate, Context, Controller, Estimate, Regularize, Ruled
+from hdet.controllers import Calibrate, Context, Controller, Estimate, Regularize, Ruled, vetoes
 from hdet.controllers.part import Veto
 from hdet.controllers.rules import Lower, Raise, Return, SlopeSum
 from hdet.controllers.state import NoState
@@ -42,8 +43,8 @@ def test_it_is_told_which_veto_held_a_move_back() -> None:
         {"rule": "slope_sum", "veto": "within_span"},
     )
     # The last to take something away, whichever stands first.
-    for vetoes in ((WithinSpan(), NeedsGap()), (NeedsGap(), WithinSpan())):
-        assert told(Ruled(rules=(rule,), vetoes=vetoes), sure) == (0.0, {"rule": "slope_sum", "veto": "needs_gap"})
+    for both in ((WithinSpan(), NeedsGap()), (NeedsGap(), WithinSpan())):
+        assert told(Ruled(rules=(rule,), vetoes=both), sure) == (0.0, {"rule": "slope_sum", "veto": "needs_gap"})
 
 
 def test_estimates_ahead_of_the_base_are_for_rules_that_look_ahead() -> None:
@@ -124,6 +125,18 @@ def test_a_veto_of_ones_own_can_only_shrink_a_move(left: float, expected: float)
     assert told(Ruled(rules=(Raise(),), vetoes=(Own(),)), MORE)[0] == expected
     if left < 0.0:
         assert told(Ruled(rules=(Lower(),), vetoes=(Own(),)), LESS)[0] == -0.4
+
+
+@pytest.mark.parametrize("veto", [getattr(vetoes, name)() for name in vetoes.__all__], ids=lambda veto: veto.kind)
+@pytest.mark.parametrize("move", [0.4, 0.01, 0.0, -0.01, -0.4])
+def test_what_a_veto_leaves_lies_between_0_and_the_move(veto: Veto, move: float) -> None:
+    for excess, shift, size, slope in product((1.0, 1.3), (-1.0, 0.0, 1.0), (0.01, 1.5, 30.0), (-0.1, 0.1)):
+        estimate = Estimate(slope, stderr=0.1, level=1.0, span=0.1, stretch=size / 100, step_size=size)
+        for (step, total), loss in product(((10, 1000), (2000, 10_000), (9000, 10_000)), (0.7, 1.0, 1.3)):
+            context = Context(shift=shift, step=step, total_steps=total, length=10, loss=loss)
+            begun = veto.begin(veto.start(), replace(estimate, excess=excess))
+            left = veto.allow(move, veto.observe(begun, estimate, context), estimate, context)
+            assert min(move, 0.0) <= left <= max(move, 0.0), (estimate, context)
 
 
 def test_a_part_of_ones_own_that_answers_no_number_is_named() -> None:

@@ -23,4 +23,4 @@ class KeepsWeights(OfPretrained, Veto):
 
     def allow(self, move: float, state: Any, estimate: Estimate, context: Context) -> float:
         room = self.room(state, estimate, context)
-        return move if room is None or move <= 0.0 else min(move, max(0.0, room))
+        return move if room is None else min(move, max(0.0, room))

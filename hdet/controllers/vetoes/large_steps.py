@@ -42,7 +42,7 @@ class LargeSteps(OfBeginning, Veto):
 
     def allow(self, move: float, state: Beginning, estimate: Estimate, context: Context) -> float:
         size = estimate.step_size
-        if move <= 0 or not state.untrained or not size or self.large == 0.0:
+        if not state.untrained or not size or self.large == 0.0:
             return move
         given = 0.0 if huge_as_given(estimate, context, self.huge) else -context.shift
         return min(move, max(0.0, given, math.log(self.large / size)))

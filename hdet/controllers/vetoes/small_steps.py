@@ -21,4 +21,4 @@ class SmallSteps(OfSmallSteps, Veto):
 
     def allow(self, move: float, state: Beginning, estimate: Estimate, context: Context) -> float:
         room = self.room(state, estimate, context)
-        return move if move >= 0 or room is None else max(move, min(0.0, room))
+        return move if room is None else max(move, min(0.0, room))
