@@ -79,7 +79,7 @@ class GapState:
 
 
 def gap_of(estimate: Estimate, context: Context) -> float | None:
-    """The window's gap as a share of the held-out loss; None where one of the losses is not known."""
+    """The window's gap as a share of the held-out loss, at most 1 either way; None where a loss is not known."""
     level, loss = estimate.level, context.loss
     if not level or loss is None or not (math.isfinite(level) and math.isfinite(loss)):
         return None

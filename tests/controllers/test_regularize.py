@@ -6,6 +6,7 @@ import pytest
 from windows import moves
 
 from hdet.controllers import Context, Estimate, Gated, GatedState, Regularize, RuledState
+from hdet.controllers.gap import gap_of
 from hdet.controllers.rules import Leap, Restore, SlopeSum, Spare
 from hdet.controllers.vetoes import KeepsWeights, NeedsGap
 
@@ -187,7 +188,21 @@ def test_pretrained_weights_are_spared_a_decay_that_takes_much_of_them(excess: f
 @pytest.mark.parametrize(("own", "most"), [(0.0, 1.0), (0.9, 1.0), (1.3, 0.2), (None, 0.2)])
 def test_of_adapters_more_may_be_taken(own: float | None, most: float) -> None:
     strong = replace(slope(-0.1), stretch=1.0 - math.exp(-0.05), excess=1.3, own_excess=own)
-    assert Regularize().judge(Regularize().start(), strong, WINDOW).move == pytest.approx(math.log(most / 1.5))
+    judged = Regularize().judge(Regularize().start(), strong, WINDOW)
+    assert judged.move == pytest.approx(math.log(most / 1.5))
+    for _, state in (
+        Regularize().retreat(judged.state, WINDOW, worked=1.0),
+        Regularize().restart(judged.state, WINDOW),
+    ):
+        assert Regularize().judge(state, replace(strong, excess=None), WINDOW).move == judged.move
+
+
+@pytest.mark.parametrize("stretch", [1.0, 5.0, math.inf])
+def test_a_decay_that_takes_all_in_one_window_goes_down_by_a_finite_move(stretch: float) -> None:
+    """It counts as one that leaves a millionth."""
+    spare, run = Spare(most_taken=0.2), Context(length=10, total_steps=1000)
+    wish = spare.propose(spare.begin(spare.start(), Estimate(0.0, excess=1.3)), Estimate(0.0, stretch=stretch), run)
+    assert wish == pytest.approx(math.log(0.2 / (-math.log(1e-6) * 100)))
 
 
 @pytest.mark.parametrize(
@@ -333,11 +348,16 @@ def test_numbers_that_overflow_are_not_remembered() -> None:
 
 
 def test_one_wrecked_window_does_not_fill_the_mean_gap() -> None:
-    """A training loss of 1000 counts as a gap of -1, not of -999: the mean with the next window is -0.37."""
-    regularize = rule(min_gap=0.5)
-    wrecked = (slope(-1.0, level=1.0), Context(loss=1000.0))
-    fine = (slope(-1.0, level=1.0), Context(loss=1.0))
-    assert moves(regularize, fine, wrecked, fine, fine)[2:] == [0.0, 0.0]
+    """A training loss of 1000 counts as a gap of -1, not of -999: the mean with the next window is -0.32."""
+    regularize, lowered = rule(min_gap=0.5), Context(shift=-1.0)
+    wrecked = (slope(-1.0, level=1.0), replace(lowered, loss=1000.0))
+    fine = (slope(-1.0, level=1.0), replace(lowered, loss=1.0))
+    assert [move > 0.0 for move in moves(regularize, fine, wrecked, fine, fine)] == [False, True, False, False]
+
+
+@pytest.mark.parametrize(("level", "loss", "gap"), [(1.0, 1000.0, -1.0), (0.01, -9.0, 1.0), (-2.0, -3.0, 0.5)])
+def test_a_gap_is_the_held_out_loss_at_most(level: float, loss: float, gap: float) -> None:
+    assert gap_of(slope(0.1, level=level), Context(loss=loss)) == gap
 
 
 def test_a_base_near_the_smallest_number_there_is_is_no_error() -> None:
@@ -472,9 +492,12 @@ def test_without_overfitting_a_raise_ends_at_what_was_set(shift: float, left: fl
     assert veto.allow(0.5, veto.observe(veto.start(), slope(-0.1), place), slope(-0.1), place) == left
 
 
-@pytest.mark.parametrize(("move", "left"), [(0.4, math.log(4 / 3)), (0.1, 0.1), (-0.4, -0.4)])
-def test_pretrained_weights_keep_most_of_what_they_were(move: float, left: float) -> None:
+@pytest.mark.parametrize(
+    ("taken", "move", "left"),
+    [(0.15, 0.4, math.log(4 / 3)), (0.15, 0.1, 0.1), (0.15, -0.4, -0.4), (0.3, 0.4, 0.0), (0.3, -0.1, -0.1)],
+)
+def test_pretrained_weights_keep_most_of_what_they_were(taken: float, move: float, left: float) -> None:
     veto, run = KeepsWeights(most_taken=0.2), Context(length=10, total_steps=10)
     pretrained = veto.begin(veto.start(), Estimate(0.0, excess=1.3))
-    assert veto.allow(move, pretrained, Estimate(0.0, stretch=-math.expm1(-0.15)), run) == pytest.approx(left)
-    assert veto.allow(move, veto.start(), Estimate(0.0, stretch=-math.expm1(-0.15)), run) == move
+    assert veto.allow(move, pretrained, Estimate(0.0, stretch=-math.expm1(-taken)), run) == pytest.approx(left)
+    assert veto.allow(move, veto.start(), Estimate(0.0, stretch=-math.expm1(-taken)), run) == move
