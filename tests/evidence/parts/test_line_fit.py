@@ -1,0 +1,54 @@
+"""Slope and curvature from losses at points of a line."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from hdet.controllers import Estimate
+from hdet.errors import ConfigError
+from hdet.evidence import Analytic, Evidence, OuterLine, Recursion
+from hdet.evidence.parts.line_fit import along, bottom_in_value
+
+X = np.array([-0.3, 0.0, 0.3])
+PARABOLA = np.stack([(X - 1.0) ** 2, (X - 1.0) ** 2 + 0.1 * X], axis=1)
+
+
+@pytest.mark.parametrize("kind", [Analytic, OuterLine, Recursion])
+def test_points_that_tell_no_slope_are_refused(kind: Callable[..., Evidence]) -> None:
+    for points in ((), (1.0,), (1.0, 1.0)):
+        with pytest.raises(ConfigError, match="a slope needs at least 2 distinct points"):
+            kind(points=points)
+
+
+@pytest.mark.parametrize("loss", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("places", [(0, 0), (2, 1), (slice(None), 1)])
+def test_a_loss_that_is_not_finite_tells_nothing(places: tuple[int | slice, int], loss: float) -> None:
+    losses = PARABOLA.copy()
+    losses[places] = loss
+    assert along(X.tolist(), losses) == Estimate.nothing()
+    assert bottom_in_value(X.tolist(), losses) is None
+
+
+def test_losses_that_are_the_same_at_all_points_leave_no_rounding() -> None:
+    """It would be shared by all sub-batches, and so look certain."""
+    told = along(X.tolist(), np.tile([0.1, 1 / 3, 1e5 / 7], (3, 1)))
+    assert (told.slope, told.stderr, told.curvature, told.curvature_stderr) == (0.0, 0.0, 0.0, 0.0)
+
+
+def test_two_points_tell_no_curvature_and_no_bottom() -> None:
+    two, ends = [-0.3, 0.3], PARABOLA[[0, 2]]
+    assert along(two, ends).curvature is None
+    assert bottom_in_value(two, ends) is None
+
+
+def test_a_curvature_of_few_standard_errors_proves_no_bottom() -> None:
+    """Of two sub-batches with q = 2 +- 0.6 and 2 +- 0.7: 3.3 and 2.9 standard errors."""
+    s = np.exp(X)
+    for scatter, proven in ((0.6, True), (0.7, False)):
+        losses = np.stack([(2.0 + way * scatter) * (s - 1.2) ** 2 / 2 for way in (-1, 1)], axis=1)
+        found = bottom_in_value(X.tolist(), losses)
+        assert found == (pytest.approx(math.log(1.2)) if proven else None)
