@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import hdet
 from hdet.errors import CheckpointError, ConfigError, StepError
-from hdet.overlay import lent_bindings
 from hdet.overlay.hooks import Hook, first_after_step
+from hdet.overlay.lent_bindings import LentGroups
 from hdet.replicas import gradients
 
 
@@ -434,7 +434,7 @@ def test_what_could_not_be_taken_out_after_a_step_is_taken_out_before_the_next_p
 
     search.loss(loss_of(model, batch(3))).backward()
     with pytest.MonkeyPatch.context() as patched:
-        stop = first_after_step(optimizer, Hook(lambda *_: patched.setattr(lent_bindings, "put_back", interrupted)))
+        stop = first_after_step(optimizer, Hook(lambda *_: patched.setattr(LentGroups, "take_out", interrupted)))
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
     stop.remove()
