@@ -161,7 +161,7 @@ def test_what_is_quadratic_in_the_rate_has_its_bottom_where_that_says_whatever_t
         loss: Tensor = batch * (model.w - target).square().sum()
         return loss
 
-    _, (record,) = run([lr_knob(Line(width=width))], probe=distance, batches=(1.0, 1.2))
+    _, (record,) = run([lr_knob(Line(width=width))], probe=distance, batches=(1.0, 1.01))
     assert record.estimates["learning_rate"]["bottom"] == pytest.approx(math.log(7.0), abs=1e-3)
 
 
@@ -169,13 +169,13 @@ def test_what_is_quadratic_in_the_rate_has_its_bottom_where_that_says_whatever_t
 @pytest.mark.parametrize("bottom", [0.5, 3.0, 50.0, 300.0])
 def test_a_bottom_far_from_the_points_is_where_it_is(width: float, bottom: float) -> None:
     points = [-width, width, 0.0]
-    losses = np.square(np.exp(points) - bottom)[:, None] * np.array([1.0, 1.2, 0.7])
+    losses = np.square(np.exp(points) - bottom)[:, None] * np.array([1.0, 1.2, 0.7, 1.1, 0.9, 1.0, 0.8, 1.3])
     assert bottom_in_value(points, losses) == pytest.approx(math.log(bottom), abs=1e-6)
 
 
 def test_no_bottom_is_told_of_without_three_points_or_where_there_is_none() -> None:
     points = np.array([-0.3, 0.3, 0.0])
-    values, scales = np.exp(points)[:, None], np.array([1.0, 1.2, 0.7])
+    values, scales = np.exp(points)[:, None], np.array([1.0, 1.2, 0.7, 1.1, 0.9, 1.0, 0.8, 1.3])
     assert bottom_in_value(points[:2].tolist(), (values[:2] - 3.0) ** 2 * scales) is None
     assert bottom_in_value(points.tolist(), -((values - 3.0) ** 2) * scales) is None
     assert bottom_in_value(points.tolist(), (values + 1.0) ** 2 * scales) is None, "at a negative rate"

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator
 
 from hdet.controllers import Estimate
+from hdet.sub_batches import as_of_eight
 
 
 def _distinct(points: tuple[float, ...]) -> tuple[float, ...]:
@@ -25,8 +26,8 @@ Points = Annotated[tuple[float, ...], AfterValidator(_distinct)]
 
 
 PROVEN = 3.0
-"""Standard errors that a curvature has to be above 0 for `bottom_in_value`. Of 8 sub-batches chance goes beyond it once
-in a hundred windows."""
+"""Standard errors of 8 sub-batches that a curvature has to be above 0 for `bottom_in_value`; of fewer the t that is as
+unlikely. Chance goes beyond it once in a hundred windows."""
 
 
 def along(offsets: Sequence[float], losses: NDArray[np.float64]) -> Estimate:
@@ -65,15 +66,16 @@ def bottom_in_value(offsets: Sequence[float], losses: NDArray[np.float64]) -> fl
         In coordinate units; None with fewer than 3 points, without a bottom at s > 0, and where q is not `PROVEN`.
 
     >>> x = np.array([-0.3, 0.0, 0.3])
-    >>> bottom = bottom_in_value(x, np.stack([(np.exp(x) - 50) ** 2, (np.exp(x) - 50) ** 2 * 1.1], axis=1))
+    >>> bottom = bottom_in_value(x, np.stack([(np.exp(x) - 50) ** 2, (np.exp(x) - 50) ** 2 * 1.01], axis=1))
     >>> round(math.exp(bottom), 6)
     50.0
     """
     fit = along(np.expm1(offsets).tolist(), losses)
     p, q, error = fit.slope, fit.curvature, fit.curvature_stderr
-    if q is None or error is None or not q > max(p, PROVEN * error):
+    if q is None or error is None or not q > max(p, 0.0):
         return None
-    return math.log1p(-p / q)
+    t = q / error if error > 0.0 else math.inf
+    return math.log1p(-p / q) if as_of_eight(t, losses.shape[1] - 1) > PROVEN else None
 
 
 @lru_cache(maxsize=64)

@@ -45,10 +45,13 @@ def test_two_points_tell_no_curvature_and_no_bottom() -> None:
     assert bottom_in_value(two, ends) is None
 
 
-def test_a_curvature_of_few_standard_errors_proves_no_bottom() -> None:
-    """Of two sub-batches with q = 2 +- 0.6 and 2 +- 0.7: 3.3 and 2.9 standard errors."""
+@pytest.mark.parametrize(("sub_batches", "least"), [(8, 3.0), (4, 4.64), (2, 56.5)])
+def test_a_curvature_of_few_standard_errors_proves_no_bottom(sub_batches: int, least: float) -> None:
+    """Of fewer sub-batches more are asked for: so many as chance goes beyond as rarely as beyond 3 of eight."""
     s = np.exp(X)
-    for scatter, proven in ((0.6, True), (0.7, False)):
-        losses = np.stack([(2.0 + way * scatter) * (s - 1.2) ** 2 / 2 for way in (-1, 1)], axis=1)
+    for share, proven in ((0.97, False), (1.03, True)):
+        scatter = 2.0 * math.sqrt(sub_batches - 1) / (share * least)  # half of them above 2, half below
+        curvatures = [2.0 + way * scatter for way in (-1, 1) * (sub_batches // 2)]
+        losses = np.stack([own * (s - 1.2) ** 2 / 2 for own in curvatures], axis=1)
         found = bottom_in_value(X.tolist(), losses)
         assert found == (pytest.approx(math.log(1.2)) if proven else None)
