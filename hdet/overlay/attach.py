@@ -358,7 +358,7 @@ def _refuse_scripted(model: nn.Module) -> None:
     Raises:
         ConfigError: it does not, as a whole of TorchScript.
     """
-    if isinstance(model, torch.jit.RecursiveScriptModule):
+    if isinstance(model, torch.jit._script.RecursiveScriptModule):
         raise ConfigError(
             "the model is one of torch.jit.script, or was loaded by torch.jit.load, and takes no hooks, by which hdet "
             "follows a loop; put it into a module, as nn.Sequential(model), and let the loop call that one and "
