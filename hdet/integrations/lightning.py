@@ -24,7 +24,11 @@ from hdet.user_warning import warn
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
-    from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+    from lightning.pytorch.callbacks import (
+        BackboneFinetuning,
+        GradientAccumulationScheduler,
+        StochasticWeightAveraging,
+    )
     from lightning.pytorch.utilities.types import LRSchedulerConfig
 except ImportError:
     raise MissingExtraError("lightning", "lightning") from None
@@ -114,6 +118,7 @@ class Search(Callback):
         self._began_at = restored["began_at"] if restored is not None else trainer.global_step
         index = self._index(trainer)
         optimizer = trainer.optimizers[index]
+        _refuse_growing(trainer, pl_module, optimizer)
         options = _found(trainer, optimizer, follows=not {"schedule", "scheduler"} & self._options.keys())
         options.update(self._options)
         options["quiet"] = options.get("quiet", False) or not trainer.is_global_zero
@@ -280,6 +285,25 @@ def _refuse_averaging(trainer: Trainer, options: Mapping[str, Any]) -> None:
             "hdet.lightning.Search(schedule=None), which follows whatever comes, or leave it out: hdet ends with "
             "averaged weights where the probe finds them better"
         )
+
+
+def _refuse_growing(trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> None:
+    """Lightning's callback that gives the optimizer a group more in mid-run. Epochs of a stream nobody can count."""
+    made: Any = trainer  # its callbacks are put on it from elsewhere
+    searched: Any = module
+    for one in made.callbacks:
+        if not isinstance(one, BackboneFinetuning) or not math.isfinite(trainer.num_training_batches):
+            continue
+        epoch = one.unfreeze_backbone_at_epoch
+        begins = epoch * math.ceil(trainer.num_training_batches / _accumulated(trainer)[0])
+        grows = not {id(parameter) for parameter in searched.backbone.parameters()} <= ids_of(optimizer)
+        if grows and trainer.current_epoch <= epoch and begins < _estimated(trainer):
+            raise ConfigError(
+                f"BackboneFinetuning gives the optimizer a group of parameters more in epoch {epoch}, and knobs go by "
+                f"the number of a group; give the optimizer all parameters from the start, as AdamW(self.parameters()) "
+                f"in configure_optimizers, of which it then freezes and trains the backbone's, and "
+                f"hdet.lightning.Search(schedule=None), since it writes the learning rates of each epoch"
+            )
 
 
 def _refuse(trainer: Trainer) -> None:

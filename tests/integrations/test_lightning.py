@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer, strategies
 from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
     Callback,
     GradientAccumulationScheduler,
     ModelCheckpoint,
@@ -453,6 +454,53 @@ def test_where_averaging_adds_an_epoch_without_steps_the_length_has_to_be_told(t
         explored = search(schedule=None)
         fit(tmp_path, module, explored, StochasticWeightAveraging(**averaging), **options)
         assert explored.search.finished
+
+
+class Tuned(Classifier):
+    """A part of it is frozen until an epoch; the optimizer has all of it, or the rest, as Lightning's examples do."""
+
+    def __init__(self, *, whole: bool) -> None:
+        super().__init__("none")
+        self.backbone = self.network[0]
+        self.whole = whole
+
+    def configure_optimizers(self) -> Any:
+        trained = [parameter for parameter in self.parameters() if self.whole or parameter.requires_grad]
+        return torch.optim.AdamW(trained, lr=3e-3, weight_decay=0.1)
+
+
+def test_a_backbone_that_joins_the_optimizer_in_mid_run_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    for schedule, options in ({}, {"epochs": 3}), ({"schedule": None}, {"epochs": -1, "max_steps": PER_EPOCH + 1}):
+        explored = search(**schedule)
+        with pytest.raises(
+            ConfigError, match="BackboneFinetuning gives the optimizer a group of parameters more in ep"
+        ):
+            fit(tmp_path, Tuned(whole=False), explored, BackboneFinetuning(1), **options)
+        assert explored.search is None
+    late = search(schedule=None)
+    fit(tmp_path, Tuned(whole=False), late, BackboneFinetuning(2))
+    assert late.search.finished, "it would join after the run's end"
+
+
+def test_once_a_backbone_has_joined_a_resumed_run_is_searched(tmp_path: Path, assert_same: Any) -> None:
+    saved = ModelCheckpoint(dirpath=tmp_path, filename="joined", save_on_train_epoch_end=True)
+    fit(tmp_path, Tuned(whole=False), BackboneFinetuning(1), saved, enable_checkpointing=True)
+    runs = []
+    for callbacks in ((), (search(knobs=HELD, tail=None, schedule=None),)):
+        module, joins = Tuned(whole=False), BackboneFinetuning(1)
+        runs.append(fit(tmp_path, module, *callbacks, joins, epochs=4, resumed=tmp_path / "joined.ckpt"))
+    assert_same(*runs)
+    assert callbacks[0].search.finished
+
+
+def test_a_backbone_that_the_optimizer_has_from_the_start_may_be_trained_later(
+    tmp_path: Path, assert_same: Any
+) -> None:
+    runs = []
+    for callbacks in ((), (search(knobs=HELD, tail=None, schedule=None),)):
+        runs.append(fit(tmp_path, Tuned(whole=True), *callbacks, BackboneFinetuning(1), epochs=3))
+    assert_same(*runs)
+    assert callbacks[0].search.finished
 
 
 def test_options_are_checked_when_they_are_given() -> None:
