@@ -7,6 +7,8 @@ import json
 from torch import Tensor
 
 from hdet.engine.plan import Plan
+from hdet.hparams import Schedule
+from hdet.hparams.schedule import sampled
 from hdet.signals import Probe
 from hdet.spec import Spec
 
@@ -17,6 +19,7 @@ def declaration(plan: Plan) -> dict[str, str]:
     return {
         "knobs": _told([plain(knob.spec) for knob in plan.knobs]),
         "bases": _told([knob.schedule(0) for knob in plan.knobs]),
+        "schedules": _told([_course(knob.schedule) for knob in plan.knobs]),
         "evidence": _told([plain(source) for source in plan.evidence]),
         "signal": f"probe at {signal.at}, stride {signal.stride}" if isinstance(signal, Probe) else "training loss",
         "merge": _told(plan.merge.to_dict()),
@@ -28,6 +31,11 @@ def declaration(plan: Plan) -> dict[str, str]:
         "tail": _told(plain(plan.tail)),
         "optimizer's groups": _told(_settings(plan)),
     }
+
+
+def _course(schedule: Schedule) -> list[str]:
+    """Samples of a schedule, which may follow a scheduler that no declaration holds; processors round alike so far."""
+    return [f"{value:.6g}" for value in sampled(schedule)]
 
 
 def _settings(plan: Plan) -> list[dict[str, object]]:

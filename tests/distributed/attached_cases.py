@@ -519,6 +519,14 @@ def unlike(what: str) -> str:
     return _refusal(StepError, step)
 
 
+def schedulers_that_differ(name: str) -> str:
+    """Where ranks take their schedulers to be of other lengths, as by each rank's own number of batches."""
+    model = WRAPS[name](network())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS + 2 * dist.get_rank())
+    return _refusal(ConfigError, lambda: attach(model, optimizer, scheduler=scheduler))
+
+
 def probe_that_one_rank_cannot_read() -> list[str]:
     """The warnings of a run in which a probe's batch is damaged on the second rank."""
     batches = [batch(-1, part) for part in range(8)]

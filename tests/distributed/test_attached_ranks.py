@@ -190,6 +190,13 @@ def test_ranks_that_differ_in_the_first_step_are_told_and_do_not_wait(what: str,
     assert all(said in message for message in launch(attached.unlike, 2, what))
 
 
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_ranks_whose_schedulers_differ_later_are_refused(name: str) -> None:
+    """Of a sharded model each rank would step its part at a rate of its own, and nothing would show it."""
+    said = launch(attached.schedulers_that_differ, 2, name)
+    assert all(message.startswith("the ranks disagree on schedules: ") for message in said)
+
+
 def test_a_probe_that_one_rank_cannot_read_is_told_on_all() -> None:
     for told in launch(attached.probe_that_one_rank_cannot_read, 2):
         (said,) = told
