@@ -527,6 +527,15 @@ def schedulers_that_differ(name: str) -> str:
     return _refusal(ConfigError, lambda: attach(model, optimizer, scheduler=scheduler))
 
 
+def groups_in_another_order() -> str:
+    """The optimizer's groups are built the other way round on the second rank; matrices have rates of their own."""
+    model = ddp(network())
+    first, second, *rest = model.parameters()
+    groups = [{"params": [first, second]}, {"params": rest}]
+    optimizer = torch.optim.AdamW(groups[:: -1 if dist.get_rank() else 1], lr=0.01)
+    return _refusal(ConfigError, lambda: attach(model, optimizer, micro_batches=1))
+
+
 def probe_that_one_rank_cannot_read() -> list[str]:
     """The warnings of a run in which a probe's batch is damaged on the second rank."""
     batches = [batch(-1, part) for part in range(8)]

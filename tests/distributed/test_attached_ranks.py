@@ -197,6 +197,14 @@ def test_ranks_whose_schedulers_differ_later_are_refused(name: str) -> None:
     assert all(message.startswith("the ranks disagree on schedules: ") for message in said)
 
 
+def test_where_ranks_declare_other_knobs_the_message_shows_where_they_differ() -> None:
+    for message in launch(attached.groups_in_another_order, 2):
+        assert message.startswith("the ranks disagree on knobs")
+        both = message.removesuffix(" on rank 1; declare the same run on every rank")
+        first, second = both.split(" on rank 0 and ")
+        assert not first.endswith(second)
+
+
 def test_a_probe_that_one_rank_cannot_read_is_told_on_all() -> None:
     for told in launch(attached.probe_that_one_rank_cannot_read, 2):
         (said,) = told

@@ -36,12 +36,20 @@ def agree(exchange: Exchange, declaration: Mapping[str, str]) -> None:
         return
     column = 1 + fields.index(differing[0])
     other = int((table[:, column] != table[0, column]).nonzero()[0])
-    held: list[object] = [None] * table.shape[0]
-    dist.all_gather_object(held, declaration[differing[0]][:SHOWN], group=exchange.layout.everyone())
+    held = [""] * table.shape[0]
+    dist.all_gather_object(held, declaration[differing[0]], group=exchange.layout.everyone())
+    mine, theirs = _excerpts(held[0], held[other])
     raise ConfigError(
-        f"the ranks disagree on {', '.join(differing)}: {differing[0]} is {held[0]} on rank 0 and {held[other]} on "
+        f"the ranks disagree on {', '.join(differing)}: {differing[0]} is {mine} on rank 0 and {theirs} on "
         f"rank {other}; declare the same run on every rank"
     )
+
+
+def _excerpts(first: str, second: str) -> list[str]:
+    """`SHOWN` characters of each text, those around the first place at which they differ."""
+    apart = (place for place, (one, other) in enumerate(zip(first, second, strict=False)) if one != other)
+    start = max(0, next(apart, min(len(first), len(second))) - SHOWN // 2)
+    return [("..." if start else "") + text[start : start + SHOWN] for text in (first, second)]
 
 
 def _number(text: str) -> int:
