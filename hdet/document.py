@@ -18,7 +18,7 @@ DEEPEST = 100
 def read(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file.
 
-    Numbers follow YAML 1.2 (`1e-3` is a number, `010` is ten, and `1:30` a text), and a key given twice is an error.
+    As in YAML 1.2 `1e-3` is a number, `010` is ten, and `1:30` a text; and a key given twice is an error.
 
     Raises:
         ConfigError: no such file, not YAML, not a mapping.

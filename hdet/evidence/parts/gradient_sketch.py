@@ -119,6 +119,7 @@ class GradientSketch:
         """What the parameters of a host hold now."""
         return [parameter.grad for parameter in self.parameters[host]]
 
+    @torch.no_grad()  # gradients may have a graph of their own
     def folded(self, gradients: Sequence[Tensor | None], rates: Sequence[Rate] | None = None) -> Tensor:
         """[sketch.size] The sketch of gradients times their rates, one for each of `parameters`; `None` is zero."""
         of_runs = [1.0 if rates is None else rates[run.group] for run in self._runs]
@@ -130,7 +131,7 @@ class GradientSketch:
         return target
 
     def _at_once(self, gradients: Sequence[Tensor | None], rates: Sequence[Rate]) -> Tensor | None:
-        """`folded` in a few calls for all groups, to the same bits; None where that would not be so.
+        """`folded` in a few calls for all groups, the same numbers; None where they would not be.
 
         Args:
             rates: of each run.
@@ -143,7 +144,7 @@ class GradientSketch:
             return None
         whole: Tensor = _flatten_dense_tensors(present)
         torch._foreach_mul_(whole.split(self._lengths), numbers)
-        return whole.add_(0.0)  # as of a sum: no zero has a sign
+        return whole
 
     def folded_trained(self, value: Callable[[int, slice | None], Tensor]) -> Tensor:
         """[sketch.size] The sketch of values, each given when it is needed.
@@ -176,6 +177,7 @@ class GradientSketch:
             present = [torch.zeros_like(p) if gradient is None else gradient for gradient, p in pairs]
         self._add(target, _flat(present), run.position, rate)
 
+    @torch.no_grad()
     def fold_(self, target: Tensor, numbers: Sequence[int], gradients: Sequence[Tensor], rates: Sequence[Rate]) -> None:
         """Add the sketch of some parameters' gradients, in any order; `numbers` are their places in `parameters`."""
         order = sorted(range(len(numbers)), key=numbers.__getitem__)
