@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 import numpy as np
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from hdet.errors import HdetError
-from hdet.nested import flat, mapped
+from hdet.nested import mapped
 
 MOST_REPLICAS = 64
 """Replicas that a record has values and losses of one by one; the others are in what it says of all."""
@@ -236,7 +237,9 @@ class WindowRecord:
         if f'"{ALIKE}"' in line:
             line = json.dumps(_unfolded(json.loads(line)))
         try:
-            record = _checked().validate_json(line, strict=True)
+            record: WindowRecord = _checked(WindowRecord).validate_json(line, strict=True)
+            if record.tail:
+                _checked(_Nested).validate_json(json.dumps({"tail": record.tail}), strict=True)
         except ValidationError as error:
             found = error.errors()
             unknown = sorted(str(one["loc"][-1]) for one in found if one["type"] == "unexpected_keyword_argument")
@@ -246,11 +249,13 @@ class WindowRecord:
                 ) from None
             place = ".".join(str(part) for part in found[0]["loc"])
             raise HdetError(f"{place or 'the line'}: {found[0]['msg']}, got {found[0]['input']!r:.60}") from None
-        for place, value in flat(record.estimates, ".", "estimates").items():
-            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
-                raise HdetError(f"{place}: a number or null is expected, got {value!r:.60}")
+        for knob, estimate in record.estimates.items():
+            _refuse_odd(estimate, f"estimates.{knob}")
         if record.window < 0 or not 0 <= record.start < record.stop:
             raise HdetError(f"window {record.window} from step {record.start} to {record.stop} cannot be")
+        for fault in record.faults:
+            if fault.get("kind") in TURNS and type(fault.get("step")) is not int:
+                raise HdetError(f"faults: {fault['kind']} without the step that it went back to, got {fault!r:.60}")
         for knob, told in record.learned.items():
             if lacking := [key for key in AT_PEAK if key not in told]:
                 raise HdetError(f"learned.{knob} lacks {', '.join(lacking)}")
@@ -314,9 +319,52 @@ def _unfolded(told: dict[str, Any]) -> dict[str, Any]:
     return told
 
 
+@dataclass(frozen=True)
+class _TailPart:
+    start: int
+    stop: int
+    share: float
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What a line has as `tail` where that is not empty."""
+
+    last: float
+    parts: Annotated[list[_TailPart], Field(min_length=1)]
+    difference: float = 0.0
+    stderr: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Nested:
+    tail: _Told
+
+
 @cache
-def _checked() -> TypeAdapter[WindowRecord]:
-    return TypeAdapter(WindowRecord)
+def _checked(kind: type[Any]) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def _is_told(value: object) -> bool:
+    """Whether it is null or a number that a float can hold, as not every integer of JSON is."""
+    return value is None or (type(value) in (int, float) and abs(cast("float", value)) <= sys.float_info.max)
+
+
+def _refuse_odd(estimate: Mapping[str, Any], place: str) -> None:
+    """Refuse what is no estimate as `Estimate.to_dict` gives it, whatever its fields.
+
+    Raises:
+        HdetError: something that is no finite number where one or null is to be, or several are in `slopes`.
+    """
+    for name, value in estimate.items():
+        if name == "averaged" and isinstance(value, dict):
+            _refuse_odd(value, f"{place}.averaged")
+            continue
+        numbers = value if name == "slopes" else [value]
+        if not isinstance(numbers, list) or not all(map(_is_told, numbers)):
+            expected = "a list of numbers" if name == "slopes" else "a finite number or null"
+            raise HdetError(f"{place}.{name}: {expected} is expected, got {value!r:.60}")
 
 
 def _refuse(constant: str) -> None:

@@ -91,6 +91,7 @@ def importances(history: Sequence[WindowRecord]) -> list[Importance]:
     return sorted(found, key=lambda one: -one.slope)
 
 
+@np.errstate(over="ignore", invalid="ignore")  # of what overflows nothing is told
 def interactions(history: Sequence[WindowRecord]) -> list[Interaction]:
     """Pairs of knobs in which replicas differed at once, the clearest first; empty where replicas never did.
 

@@ -75,7 +75,8 @@ class Retreat:
         'the guard lowered it at steps 40, 60, after every replica had become non-finite (restored)'
         """
         where = f"step{'s' * (len(self.steps) > 1)} {', '.join(map(str, self.steps))}"
-        return f"the guard {'lowered' if self.move < 0 else 'raised'} it at {where}, after {BECAUSE[self.kind]}"
+        because = BECAUSE.get(self.kind, self.kind)
+        return f"the guard {'lowered' if self.move < 0 else 'raised'} it at {where}, after {because}"
 
 
 @dataclass(frozen=True)

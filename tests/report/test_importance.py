@@ -130,3 +130,11 @@ def test_of_slopes_too_large_to_square_nothing_is_told(stderr: float) -> None:
     told = {"slope": 1e200, "stderr": stderr}
     windows = [WindowRecord(w, w, w + 1, {"rate": 1.0}, {}, [], {"rate": told}, {}, False) for w in range(5)]
     assert importances(windows) == []
+
+
+@pytest.mark.filterwarnings("error")
+def test_of_levels_and_losses_that_overflow_nothing_is_told() -> None:
+    levels = {"rate": [1.0, 2.0, 1.0, 1e308, 2.0, 1.0], "decay": [1.0, 1.0, 2.0, 1.0, 2.0, 3.0]}
+    losses = [1e308, -1e308, 1e308, 1.0, 2.0, 3.0]
+    bases = dict.fromkeys(levels, 1.0)
+    assert interactions([WindowRecord(w, w, w + 1, bases, levels, losses, {}, {}, False) for w in range(5)]) == []

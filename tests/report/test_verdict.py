@@ -137,6 +137,11 @@ def test_a_move_that_the_guard_made_counts_neither_for_nor_against() -> None:
     assert advised(told)[0] == told.end
 
 
+def test_a_turn_of_a_newer_version_is_told_by_its_name() -> None:
+    told = verdict(record(0), record(1, -0.1, -1.1, reasons={"rate": {"guard": "rolled_over"}}))
+    assert told.moved == "the guard lowered it at step 20, after rolled_over"
+
+
 def test_a_rate_that_was_entered_low_and_only_raised_is_not_advised_low() -> None:
     """Its moves are clear, and they led up; it ends below what was set since it was entered there."""
     entered = {"rate": {"start": 1.0, "opened": 0.25, "closed": 0.41}}
