@@ -62,8 +62,11 @@ def damaged_part(path: str | os.PathLike[str]) -> str | None:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Put `content` into a file, or leave the file as it was."""
-    with replaced(path) as part:
+    """Put `content` into a file, or leave the file as it was. A link leads to the file; a device is written to."""
+    if path.exists() and not path.is_file():
+        path.write_bytes(content)
+        return
+    with replaced(path.resolve()) as part:
         part.write_bytes(content)
 
 

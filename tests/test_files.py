@@ -54,3 +54,20 @@ def test_where_only_what_may_be_written_is_synchronised(tmp_path: Path, monkeypa
         replace(path, b"whole")
     assert path.read_bytes() == b"whole"
     assert len(synchronised) == 1
+
+
+def test_a_link_leads_to_the_file_that_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "far").mkdir()
+    (tmp_path / "near").symlink_to(tmp_path / "far" / "file")
+    replace(tmp_path / "near", b"one")
+    assert (tmp_path / "near").is_symlink()
+    assert [path.read_bytes() for path in (tmp_path / "far").iterdir()] == [b"one"]
+
+
+def test_a_pipe_is_written_to(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    reading = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    replace(tmp_path / "pipe", b"one")
+    assert os.read(reading, 9) == b"one"
+    os.close(reading)
+    assert (tmp_path / "pipe").is_fifo()

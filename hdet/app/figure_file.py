@@ -24,5 +24,5 @@ def require_figure(path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             raise IsADirectoryError("it is a folder")
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
+        if not all(os.access(there, os.W_OK) for there in (path.resolve().parent, path) if there.exists()):
             raise PermissionError("it may not be written")

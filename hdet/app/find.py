@@ -15,6 +15,7 @@ from hdet.hparams import LearningRate, Schedule
 from hdet.hparams.schedule import Constant
 from hdet.replicas.parallel import world
 from hdet.replicas.perturb import perturb
+from hdet.report.figures import write_figure
 from hdet.signals import Probe
 from hdet.trials import find as rate_from_trials
 
@@ -67,7 +68,7 @@ def find(
         print(f"# {config} gives its schedule a peak of its own, {peak:g}: set that too")
     if figure is not None:
         with writing(figure, "--figure"):
-            estimate.plot().savefig(figure, dpi=200)
+            write_figure(estimate.plot(), figure)
         print(f"{figure} written")
 
 

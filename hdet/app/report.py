@@ -11,6 +11,7 @@ from hdet.app.output import writing
 from hdet.app.run.folder import RunFolder
 from hdet.document import read
 from hdet.errors import ConfigError
+from hdet.files import replace
 from hdet.history import History
 from hdet.report import ReportedRun, page, save_figures
 from hdet.report.reported import reported
@@ -48,7 +49,7 @@ def report(
     target = out if out is not None else (beside if len(given) == 1 else Path()) / PAGE
     text = page(given, title=title)
     with writing(target, "--out"):
-        target.write_bytes(text.encode("utf-8"))
+        replace(target, text.encode("utf-8"))
     print(f"{target} written; open it in a browser")
 
 

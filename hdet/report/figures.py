@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from hdet.errors import ConfigError, MissingExtraError
+from hdet.files import replace
 from hdet.record import TURNS, WindowRecord, knobs_of
 from hdet.report import series
 from hdet.report.reading import AHEAD, AVERAGED, CLEAR_T, LAST, ONLY, held_out_loss, readings
@@ -127,11 +128,20 @@ def save_figures(
         for name, figure in made.items():
             for ending in formats:
                 path = target / f"{name}.{ending}"
-                drawn = io.BytesIO()  # on a full disk matplotlib's PDF ends in an error of zlib
-                figure.savefig(drawn, format=ending, dpi=200)
-                path.write_bytes(drawn.getvalue())
+                write_figure(figure, path)
                 written.append(path)
     return written
+
+
+def write_figure(figure: Figure, path: Path) -> None:
+    """Write a figure in the format of its file's ending, whole or not at all.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    drawn = io.BytesIO()  # on a full disk matplotlib's PDF ends in an error of zlib
+    figure.savefig(drawn, format=path.suffix[1:], dpi=200)
+    replace(path, drawn.getvalue())
 
 
 def _drawn(windows: Sequence[WindowRecord]) -> list[str]:

@@ -38,6 +38,14 @@ def test_the_lines_to_paste_declare_the_run_that_was_meant(tmp_path: Path, capsy
     assert sorted(one.name for one in tmp_path.iterdir()) == ["found.png", "run.yaml"]
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_figure_on_a_full_disk_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "found.pdf").symlink_to("/dev/full")
+    path = declared(tmp_path)
+    assert call("find", path, "--steps", 60, "--trials", 6, "--figure", tmp_path / "found.pdf") == 2
+    assert "found.pdf cannot be written to: [Errno 28] No space left on device" in capsys.readouterr().err
+
+
 def test_it_is_hdet_find_on_what_the_run_would_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The run's batches, micro-batch by micro-batch, its schedule and its clipping."""
     path = declared(tmp_path, clip=0.5)

@@ -127,6 +127,13 @@ def test_the_command_draws_it_without_training(declared: Path, capsys: pytest.Ca
     assert sorted(path.name for path in declared.parent.iterdir()) == ["pictures", "run.yaml"]
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_figure_on_a_full_disk_is_one_line(declared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (declared.parent / "plan.pdf").symlink_to("/dev/full")
+    assert call("plan", declared, "--figure", declared.parent / "plan.pdf") == 2
+    assert "plan.pdf cannot be written to: [Errno 28] No space left on device" in capsys.readouterr().err
+
+
 def test_of_a_search_in_which_nothing_diverges_every_byte_is_told(
     declared: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

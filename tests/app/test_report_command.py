@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from pathlib import Path
@@ -52,6 +53,24 @@ def test_several_runs_are_compared_on_one_page(tmp_path: Path) -> None:
 def test_a_history_of_ones_own_loop_is_enough(tmp_path: Path) -> None:
     assert run(written(tmp_path / "mine") / "history.jsonl", "--out", tmp_path / "page.html") == 0
     assert "<h1>mine</h1>" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_a_disk_that_fills_leaves_the_page_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def half(path: Path, content: bytes) -> None:
+        with path.open("wb") as file:
+            file.write(content[: len(content) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    folder = written(tmp_path / "one")
+    assert run(folder) == 0
+    before = (folder / "report.html").read_bytes()
+    monkeypatch.setattr(Path, "write_bytes", half)
+    assert run(folder, "--title", "anew") == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert (folder / "report.html").read_bytes() == before
+    assert sorted(path.name for path in folder.iterdir()) == ["history.jsonl", "report.html"]
 
 
 def test_figures_are_written_instead(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from hdet.engine.engine import Engine
 from hdet.engine.preview import Preview, preview
 from hdet.errors import ConfigError
 from hdet.recipes.footprint import footprint, held_by_merge
+from hdet.report.figures import write_figure
 from hdet.spec import meant
 
 WIDE = 110
@@ -74,7 +75,7 @@ def plan(
     _show(config, seen, engine.home.size)
     if figure is not None:
         with writing(figure, "--figure"):
-            plan_figure(seen, title=config.stem).savefig(figure, dpi=200)
+            write_figure(plan_figure(seen, title=config.stem), figure)
         print(f"{figure} written")
     print(_held(declared, engine))
     needs = [by_noise(knob, stderr, effect or EFFECT, len(seen.windows)) for knob, stderr in told.items()]
