@@ -54,6 +54,7 @@
     return Plotly.newPlot(chart, data, layout, {
       responsive: true,
       displaylogo: false,
+      typesetMath: false,  // "$" in a name is a letter
       displayModeBar: small() ? false : "hover",
       modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]],  // none that sends the chart away
     }).then(() => chart.on("plotly_relayout", (change) => link(chart, change)));

@@ -21,6 +21,7 @@ playwright = pytest.importorskip("playwright.sync_api", reason="playwright is no
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine; apt-get install chromium")
 DRAWN = "() => [...document.querySelectorAll('[data-chart]')].every(chart => chart.querySelector('.main-svg'))"
+NARROWEST = "() => Math.min(...[...document.querySelectorAll('.run')].map(run => run.clientWidth || Infinity))"
 CONTRAST = """() => {
   const parse = (text) => text.match(/[\\d.]+/g).map(Number);
   const light = (rgb) => {
@@ -229,6 +230,19 @@ def test_nothing_that_a_history_holds_is_run(browser: Any, tmp_path: Path) -> No
         assert opened.view.evaluate("window.hacked") is None
         assert "<script>window.hacked" in opened.view.locator("h1").text_content()
         assert (opened.said, opened.asked) == ([], [path.as_uri()])
+
+
+@pytest.mark.parametrize("width", [1280, 360])
+def test_long_names_and_dollars_fit_the_width(browser: Any, tmp_path: Path, width: int) -> None:
+    knobs = ("x" * 300, "$x_1$")
+    names = ("y" * 300, "$y$", "a short name")
+    runs = [ReportedRun(name, windows(knobs=knobs), "", {"a": name}, {}) for name in names]
+    path = tmp_path / "report.html"
+    path.write_bytes(page(runs).encode())
+    with Opened(browser, path, width) as opened:
+        assert opened.view.evaluate("document.documentElement.scrollWidth") <= width
+        assert opened.view.evaluate(NARROWEST) >= 90, "no name is broken letter by letter"
+        assert opened.said == []
 
 
 def test_a_script_that_got_in_all_the_same_would_not_run(browser: Any, written: Path) -> None:
