@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Found, engine_of, outcome
+from cases import Found, engine_of, many_ranks, one_process, outcome, sharded_over
 from launch import launch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from training import batch, difference, loss_of, network, optimizer_of
 
 import hdet
+from hdet.errors import ConfigError
 
 STEPS = 8
 HOMES: dict[str, Found] = {"exact": {"exact": True}, "all-reduce": {}}
@@ -81,3 +82,23 @@ def test_replicas_lie_where_the_mesh_says(
         assert_same(found, ranks[0][name, failing])
         for kind in ("weights", "moments"):
             assert difference(found[kind], expected[kind]) <= (0.0 if name == "exact" else 1e-6)
+
+
+def sharded_on_ranks(order: list[list[int]]) -> Found | str:
+    mesh = DeviceMesh("cpu", order, mesh_dim_names=("dp_replicate", "dp_shard"))
+    try:
+        part = mesh.get_local_rank("dp_shard")
+        return many_ranks(sharded_over(mesh["dp_shard"]), part=part, each=2, home={"mesh": mesh}, gradients="local")
+    except ConfigError as error:
+        return str(error)
+
+
+def test_sharded_replicas_meet_over_the_same_shards() -> None:
+    expected = one_process(2, each=2, gradients="local")
+    for found in launch(sharded_on_ranks, 4, [[3, 2], [1, 0]]):
+        assert difference(found["weights"], expected["weights"]) <= 1e-6
+
+
+def test_sharded_replicas_that_would_meet_over_others_are_refused() -> None:
+    for found in launch(sharded_on_ranks, 4, [[3, 1], [0, 2]]):
+        assert "ranks of one column would hold different shards" in found

@@ -102,6 +102,7 @@ def distribute(
     check_pair(bare, optimizer, copies)
     layout = of_mesh(mesh, replicate) if mesh is not None else of_group(group)
     refusals.shared_replica(bare, layout)
+    refusals.shards_of_other_ranks(bare, layout)
     reduces: DistributedDataParallel | str | None = wrapper
     if wrapper is not None:
         refusals.other_group(wrapper, layout)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -112,6 +113,17 @@ def shared_replica(model: nn.Module, layout: Layout) -> None:
                     f"cannot hold different values of a knob; give hdet.distribute mesh= with a replicate dimension "
                     f"beside the sharded one, and shard over the latter only"
                 )
+
+
+def shards_of_other_ranks(model: nn.Module, layout: Layout) -> None:
+    """Ranks that replicas meet over must hold the same shard, and `fully_shard` deals shards by rank alone."""
+    orders = np.argsort(layout.table, axis=1)
+    if fully_sharded.used(model) and (orders != orders[0]).any():
+        raise ConfigError(
+            f"fully_shard deals shards in the order of ranks, whatever that of the mesh, and on the mesh of ranks "
+            f"{layout.table.tolist()}, a row a replica, ranks of one column would hold different shards; order the "
+            f"ranks of each row alike, as torch.distributed.device_mesh.init_device_mesh does"
+        )
 
 
 def reduced_by_sharding(model: nn.Module, layout: Layout) -> bool:
