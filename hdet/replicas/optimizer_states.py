@@ -19,7 +19,7 @@ def average(sound: Sequence[Optimizer], every: Sequence[Optimizer], weights: Seq
 
     Floating and complex tensors of a parameter's elements are averaged. Counters and all else are taken over from the
     first that holds them. A parameter without a gradient in some replica has no state there; it gets that of those
-    where it has one. What no sound one holds, none keeps.
+    where it has one. A tensor or number that no sound one holds, none keeps.
 
     Numbers which an optimizer keeps as state in its parameter groups (Schedule-Free's `weight_sum`, Prodigy's `d`) are
     averaged too. Learning rates and the like are not: they are the user's, a scheduler's or a knob's.
@@ -77,7 +77,8 @@ def _state(optimizer: Optimizer, index: int, place: int) -> dict[str, Any]:
 
 def _keep_only(optimizer: Optimizer, index: int, place: int, keys: Container[str]) -> None:
     state = _state(optimizer, index, place)
-    others = [key for key in state if key not in keys]
+    # Other objects have no mean, and of copies on a rank the first is not told of all (`distributed.optimizer_mean`).
+    others = [key for key, held in state.items() if key not in keys and isinstance(held, (Tensor, float, int, str))]
     for key in others:
         del state[key]
     if others and not state:
