@@ -54,11 +54,11 @@ RATES = 8
 class Training:
     """One model that steps without hdet."""
 
-    def __init__(self, size: str, device: str) -> None:
+    def __init__(self, size: str, device: str, dropout: float = 0.0) -> None:
         width, depth, heads, context, batch = SIZES[size]
         generator = torch.Generator().manual_seed(0)
         self.device = device
-        self.model = GPT(width=width, depth=depth, heads=heads, context=context, dropout=0.0, generator=generator)
+        self.model = GPT(width=width, depth=depth, heads=heads, context=context, dropout=dropout, generator=generator)
         self.model.to(device)
         self.optimizer = torch.optim.AdamW(self.groups(), lr=1e-4, weight_decay=0.1, fused=True)
         shape = batch, context + 1
@@ -112,9 +112,9 @@ class Searched(Training):
 class Attached(Training):
     """One model that steps with hdet's hooks: with one rate, or with one for each matrix."""
 
-    def __init__(self, size: str, device: str, window: int, stride: int, matrices: bool) -> None:
+    def __init__(self, size: str, device: str, dropout: float, window: int, stride: int, matrices: bool) -> None:
         self.cut = RATES if matrices else 1
-        super().__init__(size, device)
+        super().__init__(size, device, dropout)
         self.search = hdet.attach(
             self.model,
             self.optimizer,
@@ -200,6 +200,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--stride", type=int, default=1, help="of the averages of weights")
     parser.add_argument("--rates", action="store_true", help="one rate and one for each matrix, both attached")
+    parser.add_argument("--dropout", type=float, default=0.0, help="with --rates: of the model, and explored")
     parser.add_argument("--quick", action="store_true", help="2 turns of windows of 20 steps")
     given = parser.parse_args()
     window, turns = (20, 2) if given.quick else (given.window, given.turns)
@@ -207,8 +208,9 @@ def main() -> None:
     where = torch.cuda.get_device_name() if given.device == "cuda" else "a CPU, one thread"
     torch.set_num_threads(1)
     if given.rates:
-        plainly = Training(given.size, given.device)
-        one, each = (Attached(given.size, given.device, window, given.stride, matrices) for matrices in (False, True))
+        setup = given.size, given.device, given.dropout
+        plainly = Training(*setup)
+        one, each = (Attached(*setup, window, given.stride, matrices) for matrices in (False, True))
         compare(plainly, {"one rate": one.plain, "a rate for each matrix": each.plain}, window, turns, clock, where)
         return
     training = Searched(given.size, given.device, window, given.stride)
