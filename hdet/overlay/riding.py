@@ -32,6 +32,8 @@ ODD_STEPS = 5
 """Steps on end with another number of passes than was counted, after which this is said."""
 MOST_SKIPPED = 0.1
 """Share of a run's steps that a GradScaler may skip. One that drops more is left before its time."""
+SAME = 1e-6
+"""Settings that differ by a larger share are others."""
 WENT_BACK = {
     "restored": "a loss, a weight or a buffer was not finite",
     "rewound": "training stood still and the held-out loss got worse",
@@ -312,6 +314,7 @@ class Riding:
         self._left_out += passes.missed or not complete
         passes.missed = False
         if record is not None:
+            self._refuse_unlike_parts(record.stop)
             self.rates.forget_before(self.engine.cycle.window.start)
             self._notice_left_out(record)
         return record
@@ -342,6 +345,27 @@ class Riding:
         found = home.gather(torch.full((len(home.local), 1), fact, device=first.device))
         if (found != fact).any():
             raise StepError(message)
+
+    def _refuse_unlike_parts(self, step: int) -> None:
+        """The ranks that share a replica step its parts by one setting. Replicas on ranks of their own are compared.
+
+        Raises:
+            StepError: on all ranks, where some hold others in their optimizers.
+        """
+        home = self.engine.home
+        held = [value for course in self.rates.courses.values() for value in course.latest]
+        if not isinstance(home, Ranks) or home.layout.parts == 1 or not held:
+            return
+        own = torch.tensor(held, dtype=torch.float64, device=next(self.model.parameters()).device)
+        # A gather has the mean over the ranks of a replica, and their scatter is the mean of squares less its square.
+        table = home.gather(torch.stack([own, own.square()]).flatten().expand(len(home.local), -1))
+        mean, of_squares = table.reshape(len(table), 2, -1).swapaxes(0, 1)
+        if (of_squares - mean**2 > (SAME * mean) ** 2).any():
+            raise StepError(
+                f"the ranks that share a replica hold other learning rates, decays or momenta in their optimizers at "
+                f"step {step} (here {sorted(set(held))}), so each steps its part of the model in another way; let all "
+                f"ranks write the same"
+            )
 
     def _find_scale(self) -> None:
         """Compare the first losses with the probe's at the same weights, alike in all processes."""

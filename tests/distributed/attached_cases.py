@@ -536,6 +536,23 @@ def groups_in_another_order() -> str:
     return _refusal(ConfigError, lambda: attach(model, optimizer, micro_batches=1))
 
 
+def settings_that_ranks_write_unlike(key: str, far: float) -> str:
+    """In the second window, on the last rank; two of the three go on with one value."""
+    model = WRAPS["fsdp"](network())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    search = attach(model, optimizer, schedule=None)
+
+    def train() -> None:
+        for step in range(STEPS):
+            if step == WINDOW + 1 and dist.get_rank() == dist.get_world_size() - 1:
+                optimizer.param_groups[0][key] *= far
+            search.loss(loss_of(model, batch(step, dist.get_rank()))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return _refusal(StepError, train)
+
+
 def probe_that_one_rank_cannot_read() -> list[str]:
     """The warnings of a run in which a probe's batch is damaged on the second rank."""
     batches = [batch(-1, part) for part in range(8)]

@@ -205,6 +205,16 @@ def test_where_ranks_declare_other_knobs_the_message_shows_where_they_differ() -
         assert not first.endswith(second)
 
 
+@pytest.mark.parametrize("key", ["lr", "weight_decay"])
+def test_ranks_of_one_replica_that_write_unlike_settings_are_refused(key: str) -> None:
+    said = launch(attached.settings_that_ranks_write_unlike, 3, key, 1.01)
+    assert all(f"hold other learning rates, decays or momenta in their optimizers at step {8}" in one for one in said)
+
+
+def test_ranks_of_one_replica_whose_settings_differ_by_rounding_are_not() -> None:
+    assert set(launch(attached.settings_that_ranks_write_unlike, 3, "lr", 1.0 + 1e-9)) == {"nothing was refused"}
+
+
 def test_a_probe_that_one_rank_cannot_read_is_told_on_all() -> None:
     for told in launch(attached.probe_that_one_rank_cannot_read, 2):
         (said,) = told
