@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tiny  # noqa: F401  nothing is downloaded
 import torch
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
@@ -81,6 +81,18 @@ def test_held_it_is_the_run_without_it_bit_for_bit(folder: str, tmp_path: Path, 
         trainer.train()
         found.append(copy.deepcopy([trainer.model.state_dict(), trainer.optimizer.state_dict()]))
     assert_same(*found)
+
+
+def test_of_several_data_sets_with_a_loss_each_the_probe_is_of_one(folder: str, tmp_path: Path) -> None:
+    trainer = made(folder, tmp_path)
+    losses = {name: MultipleNegativesRankingLoss(trainer.model) for name in ("first", "second")}
+    sets = DatasetDict(first=pairs(256, seed=0), second=pairs(256, seed=3))
+    trainer = SentenceTransformerTrainer(model=trainer.model, args=trainer.args, train_dataset=sets, loss=losses)
+    probe = trainer.add_dataset_name_column(pairs(256, seed=1), dataset_name="first")
+    search = hdet.transformers.Search(probe=probe, sub_batch_size=BATCH, quiet=True)
+    trainer.add_callback(search)
+    trainer.train()
+    assert search.search.finished
 
 
 def test_it_is_judged_by_batches_as_large_as_those_of_training(folder: str, tmp_path: Path) -> None:
