@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from cases import Found, engine_of, many_ranks, one_process, outcome, sharded_over
 from launch import launch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from training import batch, difference, loss_of, network, optimizer_of
 
 import hdet
@@ -102,3 +104,23 @@ def test_sharded_replicas_meet_over_the_same_shards() -> None:
 def test_sharded_replicas_that_would_meet_over_others_are_refused() -> None:
     for found in launch(sharded_on_ranks, 4, [[3, 1], [0, 2]]):
         assert "ranks of one column would hold different shards" in found
+
+
+def torch_alone(order: list[list[int]]) -> float:
+    """How far HSDP's step without hdet is off: its gradients are i (rank + 1) in row i."""
+    mesh = DeviceMesh("cpu", order, mesh_dim_names=("dp_replicate", "dp_shard"))
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8, bias=False)
+    rows = torch.arange(8.0)
+    expected = model.weight.detach() - 2.5 * rows[:, None]
+    fully_shard(model, mesh=mesh)
+    (model(torch.eye(8) * (dist.get_rank() + 1.0)) * rows).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    own = expected.chunk(2)[dist.get_group_rank(mesh.get_group("dp_shard"), dist.get_rank())]
+    return difference([model.weight.detach().to_local()], [own])  # type: ignore[operator]
+
+
+def test_torch_itself_mixes_shards_on_a_mesh_that_is_refused() -> None:
+    """Where it no longer does, such a mesh may be right."""
+    assert max(launch(torch_alone, 4, [[3, 2], [1, 0]])) <= 1e-5
+    assert min(launch(torch_alone, 4, [[3, 1], [0, 2]])) > 1.0
