@@ -63,7 +63,7 @@ class BoundKnob:
         self.evidence = spec.evidence
         self.name = spec.label
         self.bindings = list(bindings)
-        self._watchable = [binding for binding in self.bindings if isinstance(binding, Watchable)]
+        self._watchable = [own for own in self.bindings if isinstance(own, Watchable)]  # which takes long to ask
         self.schedule = spec.schedule if spec.schedule is not None else _base(self.bindings[0], self.name)
         self.shift = spec.initial_shift
         self.bend = Bend()

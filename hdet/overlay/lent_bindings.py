@@ -161,11 +161,9 @@ class LentGroups(GroupBinding):
         self.hand.put = put
 
     def _moved(self, theirs: float, value: float, reference: float) -> float:
-        """A group's own value, moved as the reference group's was from `reference` to `value`."""
+        """Another group's own value, moved as the reference group's was from `reference` to `value`."""
         if value == reference:
             return self.space.apply(theirs, self._shift) if reference == 0.0 else theirs
-        if theirs == reference:
-            return value
         return self.space.apply(theirs, self.space.difference(value, reference))
 
     @property
