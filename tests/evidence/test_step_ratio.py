@@ -441,6 +441,21 @@ def test_in_bfloat16_it_is_told_where_steps_are_not_rounded_away() -> None:
     assert set(ratios(train(*EQUAL, model=Net().bfloat16(), lr=1e-4))) == {None}
 
 
+def test_a_matrix_whose_update_overflows_tells_nothing_and_the_others_are_compared() -> None:
+    model = Net()
+    model.unused = nn.Linear(64, 64, bias=False)  # so that the losses stay finite
+
+    def explode(_: nn.Module, step: int) -> None:
+        with torch.no_grad():
+            model.unused.weight.mul_(1e25 if step == WINDOW else 1.0)
+
+    records = train(*EQUAL, 1.0, model=model, watch=explode, controller=Pooled(common=Hold()))
+    *compared, exploded, vectors = ratios(records)
+    assert compared == [pytest.approx(one, rel=1e-6) for one in of_matrices(train(*EQUAL))]
+    assert (exploded, vectors) == (None, None)
+    assert (records[0].moves["3"], records[0].moves["4"]) == (0.0, 0.0)
+
+
 def test_what_has_no_gradient_yet_is_no_rate_that_is_too_low() -> None:
     """A layer behind one that begins at zeros: by SGD it moves as little as that lets through."""
     model = Net()

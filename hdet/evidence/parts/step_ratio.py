@@ -80,9 +80,9 @@ def compare(
 
     Returns:
         One for each rate, the same on every process. Neither ratio where a matrix could count, but has not moved by
-        more than rounding shows or goes less than `IDLE` as far as the median for its rate, where there is none to
-        compare with, where nothing trains, where the schedule's peak is not known, and where replicas come apart. No
-        `rate_ratio` of a kind in which rounding hides the steps of others.
+        more than rounding shows, or so far that its square overflows, or goes less than `IDLE` as far as the median for
+        its rate, where there is none to compare with, where nothing trains, where the schedule's peak is not known, and
+        where replicas come apart. No `rate_ratio` of a kind in which rounding hides the steps of others.
     """
     unknown = [Ratios()] * len(knobs)
     if scene.apart:
@@ -157,7 +157,10 @@ def _kind(knob: BoundKnob) -> Hashable:
 
 
 def _gone(scene: Scene, harvest: Harvest) -> list[float | None]:
-    """How far each of the weights went: 0 where rounding hides it, None where it does not count. One collective."""
+    """How far each of the weights went: 0 where rounding hides it or it overflows, None where it does not count.
+
+    One collective.
+    """
     parameters = scene.moving.parameters[0]
     sums = [_sums(*ends) for ends in zip(scene.origin(), scene.moving.values(), strict=True)]
     row = torch.tensor(sums, dtype=torch.float64, device="cpu").flatten()
@@ -195,8 +198,11 @@ def _keeps_scale(parameter: nn.Parameter, squares: float, count: float) -> bool:
 
 
 def _shows(parameter: nn.Parameter, update: float, squares: float, steps: int) -> bool:
-    """Whether steps were large enough for the weights' precision: in bfloat16 most small ones are rounded away."""
-    return math.sqrt(update / squares) > FINEST * steps * torch.finfo(parameter.dtype).eps
+    """Whether steps were large enough for the weights' precision: in bfloat16 most small ones are rounded away.
+
+    The squared norm of an update may overflow, which tells nothing either.
+    """
+    return FINEST * steps * torch.finfo(parameter.dtype).eps < math.sqrt(update / squares) < math.inf
 
 
 def _up_to_the_peak(knob: BoundKnob, window: Window) -> float:
