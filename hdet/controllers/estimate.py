@@ -78,6 +78,12 @@ class Estimate:
     freedom: float | None = None
 
     def __post_init__(self) -> None:
+        # Evidence of somebody's own may give NumPy's numbers, which neither a history nor a checkpoint can hold.
+        for name, value in vars(self).items():
+            if name == "slopes":
+                object.__setattr__(self, name, tuple(map(float, value)))
+            elif name != "averaged" and value is not None:
+                object.__setattr__(self, name, float(value))
         for name in ("stderr", "curvature_stderr"):
             error = getattr(self, name)
             if error is not None and error < 0:
@@ -120,9 +126,10 @@ class Estimate:
     @property
     def normal_stderr(self) -> float:
         """The standard error over which the slope is a normal deviate as unlikely as `t` is by `freedom`."""
-        if self.freedom is None or self.t == 0.0 or math.isinf(self.t):
+        deviate = self.t if self.freedom is None else normal_equivalent(self.t, self.freedom)
+        if self.freedom is None or deviate == 0.0 or math.isinf(deviate):  # a t of 1e-170 has no square
             return self.stderr
-        return self.stderr * self.t / normal_equivalent(self.t, self.freedom)
+        return self.stderr * self.t / deviate
 
     def to_dict(self) -> dict[str, Any]:
         """Its numbers and `t`, for a history; `averaged` nested where there is one."""

@@ -29,6 +29,7 @@ def test_accumulating_rule_by_hand() -> None:
     ("total_steps", "expected"),
     [
         (None, [-0.1, -0.2, -0.2, -0.2]),
+        (4000, [-0.1, -0.2, -0.2, -0.2]),
         (1000, [-0.1, -0.2, -0.2, -0.2]),
         (500, [-0.1, -0.2, -0.4, -0.4]),
         (100, [-0.1, -0.2, -0.45, -0.6]),
@@ -51,7 +52,8 @@ def test_a_t_of_few_degrees_of_freedom_is_a_normal_deviate_over_a_wider_error() 
     assert few.slope / few.normal_stderr == pytest.approx(-2.788, rel=1e-3)
     for estimate in (Estimate(slope=4.0, stderr=1.0), Estimate(slope=4.0, stderr=0.0, freedom=7.0)):
         assert estimate.normal_stderr == estimate.stderr
-    assert Estimate(slope=0.0, stderr=1.0, freedom=7.0).normal_stderr == 1.0
+    for slope in (0.0, 1e-170):
+        assert Estimate(slope=slope, stderr=1.0, freedom=7.0).normal_stderr == 1.0
     assert Estimate(slope=4.0, freedom=7.0).normal_stderr == math.inf
 
 
@@ -62,6 +64,12 @@ def test_a_pretrained_model_goes_further(excess: float | None, factor: float, ta
     first = Estimate(slope=2.0, stderr=1.0 if taught else math.inf, excess=excess)
     given = [(first, Context()), *((Estimate(slope=t, stderr=1.0), Context()) for t in (2.0, -8.0))]
     assert moves(gated, *given) == pytest.approx([-0.1 * factor * taught, -0.1 * factor, 0.2 * factor])
+
+
+def test_that_a_model_was_pretrained_is_kept_with_sums_of_sub_batches() -> None:
+    told = Estimate.of_sub_batches(np.array([1.0, 3.0]))
+    _, state = Gated().step(GatedState(), replace(told, excess=2.0), Context())
+    assert Gated().step(state, told, Context())[1] == GatedState(sums=(1.0, 3.0), pretrained=True)
 
 
 def test_a_run_that_goes_back_still_knows_that_its_model_was_pretrained() -> None:

@@ -6,9 +6,11 @@ import copy
 import io
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,9 +18,9 @@ from torch import nn
 import hdet
 from hdet import Engine
 from hdet.contrib import Kalman, Marginal
-from hdet.controllers import Calibrate, Gated, Hold, Newton
+from hdet.controllers import Calibrate, Estimate, Gated, Hold, Newton
 from hdet.errors import CheckpointError, DivergedError, StepError
-from hdet.estimators import LeastSquares, Softmax
+from hdet.estimators import Comparison, LeastSquares, Softmax
 from hdet.merges import Mean
 from hdet.schedules import OneCycle
 from hdet.spreads import Spread, Symmetric, TwoLevel
@@ -284,6 +286,30 @@ def test_every_controller_and_estimator_has_plain_state(
     resumed.load_state_dict(state)
     train(resumed)
     assert_same(outcome(resumed), outcome(whole))
+
+
+@hdet.spec.register
+class OfNumPy(LeastSquares):
+    """An estimator of somebody's own, whose numbers are NumPy's."""
+
+    kind: ClassVar[str] = "of_numpy"
+
+    def estimate(self, state: Any, comparison: Comparison) -> tuple[list[Estimate], Any]:
+        found, state = super().estimate(state, comparison)
+        return [replace(each, slope=np.float32(each.slope), stderr=np.float64(each.stderr)) for each in found], state
+
+
+@pytest.mark.parametrize("controller", [Gated(gate=0.0), hdet.controllers.HeavyBall()], ids=lambda c: str(c.kind))
+def test_numpys_numbers_in_an_estimate_are_saved_as_pythons(
+    controller: Any, problem: Any, train: Any, tmp_path: Path
+) -> None:
+    model = problem.model()
+    replicas = hdet.replicate(model, torch.optim.SGD(model.parameters(), lr=0.01), n=3)
+    knob = hdet.LearningRate(spread=TwoLevel(0.2), controller=controller)
+    evidence = hdet.evidence.Divergent(estimator=OfNumPy())
+    engine = Engine(replicas, [knob], window=3, evidence=evidence, total_steps=9, history=tmp_path / "history.jsonl")
+    train(engine, 7)
+    assert plain(through_a_file(engine.state_dict()))
 
 
 @pytest.mark.parametrize("home", [hdet.replicate, hdet.micro_batches], ids=lambda f: str(f.__name__))
