@@ -315,5 +315,6 @@ def test_only_what_was_lowered_for_a_stall_counts_as_that() -> None:
     less = Estimate(slope=0.3, stderr=0.1)
     assert Stall().moved(stalled, -0.5, -0.5, less, place) == replace(stalled, lowered=1)
     assert Stall().moved(stalled, -0.5, -0.5, replace(less, offset=0.7), place) == stalled, "looking ahead"
+    assert Stall().retreat(stalled, place) == StallState(lowest=1.0, since=20), "it waits for the same lowest loss"
     under_way = replace(stalled, waited=2)
     assert Stall().moved(under_way, -0.5, -0.5, less, place) == under_way

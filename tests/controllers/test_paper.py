@@ -84,3 +84,10 @@ def test_an_endless_run_is_refused_when_control_begins() -> None:
     assert paper.step(paper.start(), FLAT, Context(step=4)) == (0.0, paper.start())
     with pytest.raises(ConfigError, match=r"total_steps.*or use HeavyBall"):
         paper.step(paper.start(), FLAT, Context(step=5))
+
+
+def test_where_the_schedule_comes_to_0_the_base_stays() -> None:
+    paper = Paper(0.5)
+    _, state = paper.step(paper.start(), FLAT, Context(windows_left=2))
+    for state_before in (paper.start(), state):
+        assert paper.step(state_before, FLAT, Context(windows_left=1, schedule_next=0.0)) == (0.0, state_before)

@@ -147,6 +147,25 @@ def test_after_a_turn_the_group_keeps_its_place_among_the_others() -> None:
     assert after.relative == pytest.approx(state.relative)
 
 
+def test_what_bounds_cut_off_before_a_turn_is_no_part_of_the_group() -> None:
+    """A bound lies 0.1 below as the run goes back: the rest of the shift is the common part's."""
+    pooled, context = Pooled(), replace(HALFWAY, shift=-0.1)
+    state = pooled.step(pooled.start(), first(1.0), HALFWAY)[1]
+    for _, after in (pooled.retreat(state, context, worked=1.0), pooled.restart(state, context)):
+        assert after.relative == pytest.approx(-0.1)
+        assert pooled.step(after, NOTHING, replace(context, shift=-0.5))[1].relative == after.relative
+
+
+def test_a_turn_is_one_of_the_common_rules_state_too() -> None:
+    pooled, alone = Pooled(), Calibrate()
+    state = pooled.step(pooled.start(), replace(AT_LAST, excess=RANDOM), replace(HALFWAY, loss=1.0))[1]
+    common, later = state.common["rule"], replace(HALFWAY, step=60)
+    turned = pooled.retreat(state, later, worked=0.9)[1].common["rule"]
+    assert turned == alone.retreat(common, later, worked=0.9)[1] != common
+    begun = pooled.restart(state, later)[1].common["rule"]
+    assert begun == alone.restart(common, later)[1] not in (common, turned)
+
+
 @pytest.mark.parametrize(
     ("far", "place", "wanted"),
     [
@@ -156,6 +175,8 @@ def test_after_a_turn_the_group_keeps_its_place_among_the_others() -> None:
         (0.6, 0.1, -0.6),  # from a place that bounds have cut: to -0.5
         (-9.0, 0.4, 1.6),  # to 2.0, since 2.5 is further than the limit
         (0.075, 0.26, 0.0),  # a little less was asked, and the nearest multiple would be more
+        (9.0, -0.4, -1.6),  # to -2.0
+        (-2.07, 0.0, 2.0),  # exactly the limit
         (0.05, 0.4, 0.0),  # within the band nothing is asked, and nothing is rounded
     ],
 )

@@ -8,6 +8,7 @@ from windows import moves
 from hdet.controllers import Context, Estimate, Gated, GatedState, Regularize, RuledState
 from hdet.controllers.gap import gap_of
 from hdet.controllers.rules import Leap, Restore, SlopeSum, Spare
+from hdet.controllers.rules.slope_sum import SlopeSumState
 from hdet.controllers.vetoes import KeepsWeights, NeedsGap
 
 EAGER = {
@@ -427,6 +428,17 @@ def test_early_windows_are_believed_where_decay_costs_much_of_the_losss_fall() -
     assert lowered_early(9.0, t=1.5) == 0.0, "however much it costs, it has to be proven"
     assert lowered_early(9.0, window=120) == pytest.approx(-0.4 * 2.5 / 4.0 * 4.0), "no window moves further"
     assert lowered_early(0.5, early_until=0.05) == pytest.approx(-0.4 * 2.5 / 4.0), "later nothing is larger"
+
+
+@pytest.mark.parametrize("base", [1.0, 0.01])
+@pytest.mark.parametrize("slopes", [(), (0.1, 0.3), (0.1, 0.2, 0.2, 0.3)])
+def test_what_decay_costs_does_not_depend_on_sub_batches_or_on_the_value(
+    base: float, slopes: tuple[float, ...]
+) -> None:
+    rule, begun = SlopeSum(lower_gate=0.0, saturation=0.01), SlopeSumState(first=2.0, lowest=1.6)
+    context = Context(base=base, length=30, step=30, total_steps=1000)
+    told = Estimate(0.2, stderr=0.02, slopes=slopes)
+    assert rule.propose(rule.observe(begun, told, context), told, context) == pytest.approx(-0.4 * 0.5 / 0.25)
 
 
 @pytest.mark.parametrize("level", [None, math.nan, math.inf])

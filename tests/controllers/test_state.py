@@ -50,6 +50,7 @@ def test_plain_is_made_of_builtins() -> None:
     [
         (GatedState(), "variance", None),
         (GatedState(), "sums", 1.0),
+        (GatedState(), "sums", [None]),
         (StallState(), "waited", math.nan),
         (StallState(), "since", math.inf),
     ],
