@@ -73,7 +73,7 @@ def trained(optimizer: Optimizer) -> None:
 
 def listed(knobs: object) -> None:
     """Knobs are given as a list of them."""
-    if not isinstance(knobs, Collection) or isinstance(knobs, str):
+    if not isinstance(knobs, Collection) or isinstance(knobs, str) or getattr(knobs, "ndim", 1) == 0:
         raise ConfigError(f"knobs is a list of knobs, got {knobs!r}; give [hdet.Dropout()], say")
     for knob in knobs:
         declared("a knob", knob, Knob)

@@ -416,6 +416,8 @@ def _follower(
     schedule: Schedule | Literal["own"] | None,
     total_steps: int | None,
 ) -> Follower | Foretold | None:
+    every = whole("scheduler_every", scheduler_every)
+    counted(scheduler_every=every)
     if scheduler is not None:
         if schedule != OWN:
             raise ConfigError(
@@ -425,18 +427,15 @@ def _follower(
         if total_steps is None:
             raise ConfigError("a scheduler is simulated to the run's end; give total_steps=, in optimizer steps")
         if of_timm(scheduler):
-            every = whole("scheduler_every", scheduler_every)
-            counted(scheduler_every=every)
             return Foretold.by_timm(scheduler, optimizer, every)
         if callable(scheduler) and not isinstance(scheduler, (type, Schedule)):
-            if scheduler_every != 1:
+            if every != 1:
                 raise ConfigError("scheduler_every= is how often a scheduler is stepped; a function is given the step")
             return Foretold(scheduler, optimizer)
-        return Follower(scheduler, optimizer, scheduler_every)
-    if scheduler_every != 1:
+        return Follower(scheduler, optimizer, every)
+    if every != 1:
         raise ConfigError(
-            f"scheduler_every={scheduler_every!r} says how often a scheduler is stepped, and none is given; give "
-            f"scheduler= with it"
+            f"scheduler_every={every} says how often a scheduler is stepped, and none is given; give scheduler= with it"
         )
     if not (schedule is None or schedule == OWN or isinstance(schedule, Schedule)):
         raise ConfigError(

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau, SequentialLR
 
-from hdet.engine.admission import counted, whole
 from hdet.errors import ConfigError, StepError
 from hdet.hparams import Schedule
 from hdet.hparams.schedule import rise
@@ -221,8 +220,7 @@ class Follower:
         # A trainer may have given its scheduler the optimizer that it wraps torch's in.
         self._stepped = getattr(self.scheduler, "optimizer", optimizer)
         require_own(self.scheduler, optimizer)
-        self.steps_between = whole("scheduler_every", steps_between)
-        counted(scheduler_every=self.steps_between)
+        self.steps_between = steps_between
         self.optimizer = optimizer
         self.steps_each = _steps_each(scheduler)
         self._hands_over = False  # to another scheduler that it holds, which alone counts from then on

@@ -355,7 +355,8 @@ def excluding(given: str | Iterable[str], *more: str) -> list[str]:
     Raises:
         ConfigError: something else is given.
     """
-    names = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
+    alone = isinstance(given, str) or not isinstance(given, Iterable) or getattr(given, "ndim", 1) == 0
+    names = (given,) if alone else tuple(given)
     if not all(isinstance(name, str) for name in names):
         raise ConfigError(f"exclude is a list of knobs' names, got {given!r}; give ['weight_decay'], say")
     return [*names, *more]
