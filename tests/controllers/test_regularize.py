@@ -314,6 +314,8 @@ def test_a_knob_too_weak_to_be_felt_is_raised_to_where_it_would_be() -> None:
     leap = Leap(**{name: EAGER[name] for name in ("rate", "window_steps")})
     summed = leap.observe(leap.start(), slope(-0.1), Context())
     assert leap.propose(summed, Estimate(0.0, stderr=0.1, level=2.0), Context()) == 1.6 / 4, "nor without any slope"
+    for level in (math.nan, math.inf, -math.inf, None, 0.0):
+        assert leap.propose(summed, slope(-1e-9, level=level), Context()) is None, "and of no level it is no share"
     assert move(regularize, slope(-0.0021)) == pytest.approx(0.1)
     assert move(regularize, slope(0.0015)) == pytest.approx(-0.1), "lowered as ever"
     for gate, moved in ((1.9, 0.4), (2.1, 0.0)):

@@ -28,8 +28,9 @@ class Leap(KnowsPretrained, SlopeSum):
 
     A slope in log space grows with the value, as long as weights decay less than once in a window. So a knob whose
     |slope| is a share of `min_effect` times the level (`Estimate.level`) is raised by the factor that is missing, and
-    by `max_scale` rates at the most. It speaks only where that is further than `SlopeSum` would go, and never in
-    fine-tuning (`Estimate.pretrained`): no window sees what decay takes away of what was learnt before.
+    by `max_scale` rates at the most. It speaks only where that is further than `SlopeSum` would go, not of a level that
+    is not finite, and never in fine-tuning (`Estimate.pretrained`): no window sees what decay takes away of what was
+    learnt before.
 
     Args:
         gate: |tau| that a leap takes; higher than that of a step.
@@ -43,7 +44,7 @@ class Leap(KnowsPretrained, SlopeSum):
         return LeapState()
 
     def propose(self, state: Any, estimate: Estimate, context: Context) -> float | None:
-        if state.pretrained:
+        if state.pretrained or not math.isfinite(estimate.level or 0.0):
             return None
         move = super().propose(state, estimate, context)
         share = estimate.relative_slope / self.min_effect if self.min_effect > 0 else 1.0
