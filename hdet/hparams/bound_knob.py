@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import is_dataclass, replace
+from functools import cached_property
 from itertools import repeat
 from typing import Any
 
@@ -63,7 +64,6 @@ class BoundKnob:
         self.evidence = spec.evidence
         self.name = spec.label
         self.bindings = list(bindings)
-        self._watchable = [own for own in self.bindings if isinstance(own, Watchable)]  # which takes long to ask
         self.schedule = spec.schedule if spec.schedule is not None else _base(self.bindings[0], self.name)
         self.shift = spec.initial_shift
         self.bend = Bend()
@@ -203,6 +203,11 @@ class BoundKnob:
             self.bindings[host].write(value)
             self._written[host] = value
             self.stays_until = 0
+
+    @cached_property
+    def _watchable(self) -> list[Watchable]:
+        """Of the bindings those that may be looked at, which takes long to ask."""
+        return [own for own in self.bindings if isinstance(own, Watchable)]
 
     def put_in_force(self, step: int, places: Sequence[int]) -> None:
         """Write the values of a step into this process's models, of which each is that of the replica at its place.

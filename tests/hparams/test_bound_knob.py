@@ -414,3 +414,13 @@ def test_others_agree_on_a_bend() -> None:
     other.agree(shift, Bend(power, log_factor))
     assert other.learned_numbers == (shift, power, log_factor)
     assert [other.base(step) for step in range(20, 100)] == [knob.base(step) for step in range(20, 100)]
+
+
+def test_a_knob_that_an_earlier_version_has_pickled_is_at_work() -> None:
+    """What was worked out of its bindings since is no part of it."""
+    knob = bound(1)
+    pickled = {name: held for name, held in knob.__getstate__().items() if name != "_watchable"}
+    again = BoundKnob.__new__(BoundKnob)
+    vars(again).update(pickled)
+    again.put_in_force(0, [0])
+    assert again.bindings[0].read() == knob.base(0)
