@@ -18,6 +18,7 @@ from hdet.record import MOST_REPLICAS
 from hdet.replicas import Replicas, alike
 from hdet.replicas.finite import PLACES, Finiteness
 from hdet.replicas.replicas import present
+from hdet.signals.probe import real
 
 Losses = Tensor | float | Sequence[Tensor | float]
 
@@ -141,7 +142,7 @@ class Tally:
                 row.copy_(loss.data)  # the way it mostly goes, at every step: one operator
                 return
         if isinstance(losses, Tensor) and losses.dim() == 1 and losses.numel() == self._local:
-            row.copy_(losses.detach())
+            row.copy_(real(losses.detach(), "the loss of replicas"))
             return
         if isinstance(losses, Tensor) and losses.dim() > 0 and self._local > 1:
             raise StepError(
@@ -171,7 +172,7 @@ class Tally:
                     raise StepError(
                         f"the loss of replica {index} has shape {tuple(loss.shape)}; a loss is a scalar: take its mean"
                     )
-                rows.append(loss.detach().reshape(()))
+                rows.append(real(loss, f"the loss of replica {index}").detach().reshape(()))
             elif isinstance(loss, Real):
                 rows.append(torch.tensor(float(loss), device="cpu"))
             else:

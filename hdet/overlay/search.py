@@ -27,6 +27,7 @@ from hdet.overlay.riding import Riding
 from hdet.replicas import tensors
 from hdet.replicas.distributed.ranks import Ranks
 from hdet.replicas.parallel import world
+from hdet.signals.probe import real
 
 Callback = TypeVar("Callback", bound=Callable[[WindowRecord], object])
 FORMAT = 2
@@ -103,7 +104,7 @@ class Search(AbstractContextManager["Search"]):
         Only needed where the model does not return it. It is the mean over the micro-batch, on the probe's scale.
 
         Raises:
-            StepError: it is no tensor of one number.
+            StepError: it is no tensor of one real number.
         """
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -111,7 +112,7 @@ class Search(AbstractContextManager["Search"]):
                 f"search.loss takes the training loss, a tensor of one number, and returns it for backward; got {got}: "
                 f"give it the mean over the micro-batch, before .item()"
             )
-        self._riding.losses.note(self._riding.passes.number, loss)
+        self._riding.losses.note(self._riding.passes.number, real(loss, "the training loss"))
         return loss
 
     def training_pass(self, run: Callable[[], Output]) -> Output:

@@ -25,7 +25,7 @@ from hdet.replicas.replicas import Replicas
 from hdet.replicas.shared_buffers import require_same
 from hdet.replicas.shared_parameters import SharedParameters
 
-MOST_REPLICAS = 2**16
+MOST_HERE = 2**16
 """Replicas of one process, each of them an object, at the most; a number beyond that is a mistake."""
 
 
@@ -225,8 +225,8 @@ def check_pair(model: nn.Module, optimizer: Optimizer, n: int) -> None:
         raise ConfigError(f"n, the number of replicas, is a whole number, got {n!r}")
     if n < 1:
         raise ConfigError(f"n must be at least 1, got {n}")
-    if n > MOST_REPLICAS:
-        raise ConfigError(f"one process holds {MOST_REPLICAS} replicas, or micro-batches of a step, at most, got {n}")
+    if n > MOST_HERE:
+        raise ConfigError(f"one process holds {MOST_HERE} replicas, or micro-batches of a step, at most, got {n}")
     own = set(model.parameters())
     foreign = [parameter for parameter in parameters_of(optimizer) if parameter not in own]
     if foreign:

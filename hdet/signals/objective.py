@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from hdet.errors import ConfigError, StepError
 from hdet.replicas.tensors import cast_anew
 from hdet.signals.batches import drawn_batches, number_of, require_batches
+from hdet.signals.probe import real
 
 
 @dataclass(frozen=True)
@@ -75,4 +76,4 @@ class Objective:
         if not isinstance(value, Tensor) or value.numel() != 1:
             shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise StepError(f"the objective's loss must return one number, as the loop's own does; got {shape}")
-        return value.detach().reshape(())
+        return real(value, "the objective's loss").detach().reshape(())

@@ -196,4 +196,15 @@ def flat(value: Tensor) -> Tensor:
     if not isinstance(value, Tensor) or value.dim() > 1:
         shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise StepError(f"the probe's loss must return one loss, or a 1-dim tensor of losses; got {shape}")
-    return value.reshape(-1)
+    return real(value, "the probe's loss").reshape(-1)
+
+
+def real(loss: Tensor, whose: str) -> Tensor:
+    """The loss as it is.
+
+    Raises:
+        StepError: it is complex, and its imaginary part would be lost.
+    """
+    if loss.is_complex():
+        raise StepError(f"{whose} is complex, and losses are compared by one real number: give its real part or abs()")
+    return loss

@@ -308,6 +308,8 @@ def test_what_is_not_explored_needs_no_evidence(problem: Any) -> None:
         (torch.zeros(3), r"a tensor of shape \(3,\)"),
         (torch.zeros(()), r"got 1"),
         (["low"] * 4, "the loss of replica 0 is a str; give a 0-dim tensor"),
+        ([torch.tensor(1j)] * 4, "the loss of replica 0 is complex, and losses are compared by one real number"),
+        (torch.ones(4) * 1j, "the loss of replicas is complex, and losses"),
     ],
 )
 def test_losses_that_are_none(losses: Any, message: str, problem: Any, train: Any) -> None:

@@ -681,6 +681,8 @@ def test_an_objective_of_one_batch_is_refused() -> None:
 def test_a_loss_that_is_no_number_is_refused() -> None:
     with pytest.raises(StepError, match=r"must return one number.*got \(3,\)"):
         train(make([quiet()], loss=lambda model, batch: model.w))
+    with pytest.raises(StepError, match="the objective's loss is complex"):
+        train(make([quiet()], loss=lambda model, batch: model.w.sum() * 1j))
 
 
 # -- gradients apart from training ----------------------------------------------------------------

@@ -481,6 +481,8 @@ def test_a_loss_that_is_none_is_refused(loss: Any) -> None:
     search = attached(model, adamw(model))
     with pytest.raises(StepError, match=r"search.loss takes the training loss, a tensor of one number"):
         search.loss(loss)
+    with pytest.raises(StepError, match="the training loss is complex, and losses are compared by one real number"):
+        search.loss(torch.ones((), dtype=torch.complex64))
 
 
 def test_a_rate_that_the_optimizer_works_out_is_refused() -> None:

@@ -220,6 +220,7 @@ def test_bad_declarations(build: Any, message: str, problem: Any) -> None:
     [
         (lambda m, b: torch.zeros(2, 2), r"one loss, or a 1-dim tensor of losses; got \(2, 2\)"),
         (lambda m, b: 0.5, "got float"),
+        (lambda m, b: torch.ones(()) * 1j, "the probe's loss is complex, and losses are compared by one real number"),
     ],
 )
 def test_losses_that_are_none(loss: Any, message: str, problem: Any) -> None:
