@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Sequence
 
 import numpy as np
+import torch
 from torch.optim import Optimizer
 
 from hdet.engine.guard import Guard
@@ -68,6 +69,15 @@ def trained(optimizer: Optimizer) -> None:
         raise ConfigError(
             "no parameter that the optimizer holds requires a gradient, so nothing is trained; call "
             "model.requires_grad_(), or thaw a part, before"
+        )
+
+
+def can_be_trained_later() -> None:
+    """What is made now can be written over in training."""
+    if torch.is_inference_mode_enabled():
+        raise ConfigError(
+            "hdet.attach, or an engine, was called under torch.inference_mode(), and what is made there is not written "
+            "over in training; call it outside of that block"
         )
 
 

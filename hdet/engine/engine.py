@@ -108,6 +108,7 @@ class Engine:
         bind: Bind | None = None,
     ) -> None:
         admission.declared("replicas", replicas, Replicas)  # before it is asked who writes the history
+        admission.can_be_trained_later()
         held = History.given(history, writes=replicas.is_leader)
         self.plan = Plan(
             replicas,

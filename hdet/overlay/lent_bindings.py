@@ -17,7 +17,7 @@ from hdet.hparams.binding import Binding, GroupBinding, Holding, fit
 from hdet.hparams.bound_knob import BoundKnob
 from hdet.hparams.knob import Knob
 from hdet.hparams.space import Space
-from hdet.overlay.split_groups import SplitGroups
+from hdet.overlay.split_groups import SplitGroups, taken_out
 from hdet.overlay.told_schedule import Course, Told
 
 
@@ -82,7 +82,13 @@ class LentGroups(GroupBinding):
 
     def _groups(self) -> list[dict[str, Any]]:
         groups = self.optimizer.param_groups
+        if self._last >= len(groups):
+            raise taken_out(len(groups))
         return [groups[index] for index in self.indices]
+
+    @cached_property
+    def _last(self) -> int:
+        return max(self.indices)
 
     @cached_property
     def _course(self) -> tuple[Course, int]:

@@ -124,9 +124,15 @@ class SplitGroups:
                 )
 
     def put_in(self) -> None:
-        """The optimizer holds the parts. What was written into a group since is written into all of its parts."""
+        """The optimizer holds the parts. What was written into a group since is written into all of its parts.
+
+        Raises:
+            StepError: a group was taken out since.
+        """
         if self.in_force:
             return
+        if len(self._optimizer.param_groups) < len(self._wholes):
+            raise taken_out(len(self._optimizer.param_groups))
         self._list = self._optimizer.param_groups
         count, kept = len(self._wholes), set(kept_in_groups(self._optimizer))
         self._wholes, added = self._list[:count], self._list[count:]
@@ -482,3 +488,11 @@ def _parted(whole: Group, names: Mapping[int, str]) -> dict[str, Group]:
         for key in keys:
             part[key].append(whole[key][place])
     return parts or {OTHERS: {key: [] for key in keys}}
+
+
+def taken_out(left: int) -> StepError:
+    """What is raised where the optimizer has fewer groups than knobs go by, and so many are left."""
+    return StepError(
+        f"a parameter group was taken out of the optimizer in the middle of a pass, and {left} are left; knobs go by "
+        f"the number of a group: call search.detach() before that and hdet.attach after it"
+    )

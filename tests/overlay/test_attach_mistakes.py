@@ -451,6 +451,29 @@ def test_a_group_that_is_added_later_is_named(follows: str) -> None:
         loss_of(model, batch(1))
 
 
+@pytest.mark.parametrize("rates", ["matrices", "together", "groups"])
+def test_a_group_that_is_taken_out_in_the_middle_of_a_pass_is_named(rates: Any) -> None:
+    model = network()
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW([{"params": parameters[:2]}, {"params": parameters[2:]}], lr=0.01)
+    search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, rates=rates, quiet=True)
+    loss = search.loss(loss_of(model, batch(0)))
+    del optimizer.param_groups[1]
+    with pytest.raises(StepError, match="was taken out of the optimizer in the middle of a pass"):
+        loss.backward()
+
+
+def test_nothing_is_attached_where_no_tensor_could_be_written_later() -> None:
+    model = network()
+    optimizer = adamw(model)
+    with torch.inference_mode():
+        with pytest.raises(ConfigError, match=r"under torch.inference_mode\(\), and what is made there is not"):
+            hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, quiet=True)
+        with pytest.raises(ConfigError, match="was called under torch"):
+            hdet.Engine(hdet.micro_batches(model, optimizer, 1), [], total_steps=STEPS)
+    assert not any((model._forward_pre_hooks, model._forward_hooks, optimizer._optimizer_step_post_hooks))
+
+
 @pytest.mark.parametrize("rates", ["matrices", "together"])
 @pytest.mark.parametrize("steps", [0, 3, 10])
 def test_an_engine_is_saved_with_its_search(tmp_path: Path, rates: str, steps: int) -> None:
