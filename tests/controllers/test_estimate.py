@@ -48,6 +48,12 @@ def test_known_and_testable(estimate: Estimate, known: bool, testable: bool) -> 
     assert (estimate.known, estimate.testable) == (known, testable)
 
 
+@pytest.mark.parametrize("t", [0.01, 1e-100, 1e-170, -1e-300])
+def test_a_small_t_is_nearly_normal_however_small_it_is(t: float) -> None:
+    """Also where its square is below the smallest number there is."""
+    assert Estimate(slope=t, stderr=1.0, freedom=7.0).normal_stderr == pytest.approx(59 / 57, rel=1e-4)
+
+
 def test_only_valid_and_finite_replicas_are_heard() -> None:
     comparison = Comparison(
         levels=np.array([[1.0], [2.0], [np.nan], [4.0], [5.0]]),
