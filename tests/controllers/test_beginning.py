@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -412,7 +413,8 @@ def test_a_pretrained_model_that_nothing_has_lowered_is_hardly_held_by_last_weig
     lowered = rule.moved(state, -0.1, -0.1, replace(LESS, offset=0.7), given)
     assert lowered == replace(state, looked=True)
     assert rule.moved(lowered, 0.25, 0.25, LESS, given) == lowered, "for good"
-    assert rule.moved(state, 0.25, 0.25, AHEAD, given) == state, "a raise lowers nothing"
+    for ahead, move in product((LESS, AHEAD), (0.0, 0.25)):
+        assert rule.moved(state, move, move, ahead, given) == state, "a raise lowers nothing"
     assert rule.propose(lowered, less[0], given) is None
     off = Return(entered_significance=2.0)
     assert off.propose(state, less[0], given) is None
@@ -429,6 +431,7 @@ def test_a_pretrained_model_goes_on_to_where_its_first_window_proved_the_rate_to
     at = [replace(RISING, shift=shift) for shift in (0.3, 1.6, 1.7)]
     assert [rule.propose(state, less, context) for context in at] == [0.25, pytest.approx(0.1), None]
     assert rule.propose(replace(state, looked=True), less, at[0]) == 0.25
+    assert rule.propose(replace(state, looked=True, goal=0.5), less, at[0]) == pytest.approx(0.2)
     assert rule.propose(replace(state, looked=True, goal=0.0), less, given) is None, "nothing was proved"
     assert rule.propose(replace(state, lowered=True), less, at[0]) is None
     later = replace(less, bottom=9.0)  # those of later windows are not for the whole run
@@ -453,6 +456,7 @@ def test_a_return_remembers_where_the_run_begins_anew() -> None:
     rule, state = Return(), ReturnState(untrained=True, lowered=True)
     assert rule.restart(state, RISING) == state
     assert rule.moved(replace(state, lowered=False), -0.6, -0.6, LESS, RISING) == state
+    assert rule.moved(state, 0.25, 0.25, LESS, RISING) == state, "what was lowered stays so"
     assert rule.begin(rule.start(), replace(LESS, excess=1.0)) == ReturnState(untrained=True)
 
 

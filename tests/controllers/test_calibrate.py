@@ -6,7 +6,7 @@ from windows import moves
 
 from hdet.controllers import Calibrate, Context, Estimate, RuledState
 from hdet.controllers.beginning import Beginning
-from hdet.controllers.rules import Lower, Stall
+from hdet.controllers.rules import Lower, Raise, Regain, Return, Stall
 from hdet.controllers.rules.catch_up import CatchUpState
 from hdet.controllers.rules.returning import ReturnState
 from hdet.controllers.rules.stall import StallState
@@ -308,6 +308,53 @@ def test_of_a_pretrained_model_averaged_weights_have_to_prove_more(excess: float
     slope = Estimate(0.1 * 3.1, None, stderr=0.1)
     assert lower.wants_curvature(slope, averaged=True)
     assert lower.replace(pretrained_significance=2.0).wants_curvature(replace(slope, slope=0.25), averaged=True)
+
+
+STALLED, PLACE = StallState(lowest=1.0, since=10, waited=3), Context(step=20, loss=2.0, shift=-1.0)
+PROVED = Estimate(slope=6.0, stderr=1.0)
+
+
+def answers(less: Estimate) -> dict[str, float | bool | None]:
+    """What rules with a significance of 2 say where this estimate calls for less, or its mirror image for more."""
+    more, quiet, lower, back = replace(less, slope=-less.slope), Estimate(0.0, stderr=1.0), Lower(), Return()
+    lower = lower.replace(lower_significance=2.0)
+    entered = ReturnState(pretrained=True)
+    return {
+        "raise": Raise().propose(Beginning(), more, PLACE),
+        "a curvature for it": Raise().wants_curvature(more),
+        "lower": lower.propose(lower.start(), replace(quiet, averaged=less), PLACE),
+        "a curvature for that": lower.wants_curvature(less, averaged=True),
+        "stall": Stall().propose(STALLED, replace(less, averaged=quiet), PLACE),
+        "stall, unless averaged weights forbid it": Stall().propose(STALLED, replace(PROVED, averaged=more), PLACE),
+        "return, unless last weights hold it": back.propose(back.start(), replace(less, averaged=quiet), PLACE),
+        "return, if averaged weights overrule them": back.propose(back.start(), replace(PROVED, averaged=more), PLACE),
+        "return from where it was entered": back.propose(entered, replace(quiet, averaged=less), PLACE),
+        "regain": Regain().propose(UNTRAINED["regain"], replace(more, step_size=0.01, offset=0.7), PLACE),
+    }
+
+
+def test_all_rules_believe_what_is_proved() -> None:
+    assert list(answers(PROVED).values()) == [0.5, True, -0.5, True, -0.5, None, None, 0.25, None, None]
+
+
+@pytest.mark.parametrize("less", [Estimate(2.0, stderr=1.0), Estimate(6.0, stderr=1.0, freedom=1.0)])
+def test_no_rule_believes_t_at_its_significance_nor_a_larger_one_by_few_numbers(less: Estimate) -> None:
+    assert list(answers(less).values()) == [None, False, None, False, None, -0.5, 0.25, None, 0.25, 1.0]
+
+
+@pytest.mark.parametrize("slope", [math.inf, -math.inf])
+def test_averaged_weights_whose_slope_is_not_finite_say_nothing(slope: float) -> None:
+    averaged = Estimate(slope, stderr=1.0)
+    assert Lower().propose(Lower().start(), replace(PROVED, averaged=averaged), PLACE) is None
+    back, quiet = Return(significance=0.5), Estimate(0.0, stderr=1.0, averaged=averaged)
+    assert back.propose(back.start(), replace(PROVED, averaged=averaged), PLACE) is None
+    assert back.propose(ReturnState(pretrained=True), quiet, PLACE) == 0.25
+
+
+def test_after_a_rewind_a_stall_is_waited_for_anew_and_a_new_start_forgets_the_lowest_loss_too() -> None:
+    place = Context(step=30)
+    assert Stall().retreat(replace(STALLED, lowered=1), place) == StallState(lowest=1.0, since=30)
+    assert Stall().restart(replace(STALLED, lowered=1), place) == StallState(since=30)
 
 
 def test_only_what_was_lowered_for_a_stall_counts_as_that() -> None:
