@@ -76,7 +76,7 @@ class Return(OfSmallSteps, Rule):
 
     def observe(self, state: ReturnState, estimate: Estimate, context: Context) -> ReturnState:
         seen: ReturnState = super().observe(state, estimate, context)
-        if seen.pretrained and estimate.pretrained and estimate.bottom is not None:
+        if estimate.pretrained and estimate.bottom is not None:
             goal = context.shift + estimate.offset + estimate.bottom
             seen = replace(seen, goal=min(max(0.0, goal), self.ceiling))
         return replace(seen, huge=seen.huge or (seen.untrained and huge_as_given(estimate, context, self.huge)))
