@@ -465,7 +465,16 @@ def test_a_reason_says_that_what_was_set_is_restored() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shift", "step", "move"), [(-0.6, 30, 0.25), (-0.1, 30, 0.1), (-0.6, 29, None), (0.0, 30, None), (0.6, 30, None)]
+    ("shift", "step", "move"),
+    [
+        (-0.6, 30, 0.25),
+        (-0.1, 30, 0.1),
+        (-1.0, 30, 0.25),
+        (-1.01, 30, None),
+        (-0.6, 29, None),
+        (0.0, 30, None),
+        (0.6, 30, None),
+    ],
 )
 def test_what_was_set_is_restored_from_below_and_once_the_run_is_under_way(
     shift: float, step: int, move: float | None
@@ -473,6 +482,20 @@ def test_what_was_set_is_restored_from_below_and_once_the_run_is_under_way(
     """At what was set, and above it, the rule is silent, and no reason names it."""
     restore, context = Restore(), Context(shift=shift, step=step, total_steps=100)
     assert restore.propose(restore.start(), Estimate(0.0, stderr=0.1), context) == move
+
+
+@pytest.mark.parametrize(("tau", "base", "move"), [(1.0, 1.0, 0.25), (1.01, 1.0, None), (0.0, 0.0, None)])
+def test_nothing_is_restored_while_the_sum_calls_for_less_nor_where_decay_is_off(
+    tau: float, base: float, move: float | None
+) -> None:
+    context = Context(shift=-0.6, base=base)
+    assert Restore().propose(SlopeSumState(total=tau, variance=1.0), Estimate(0.0, stderr=0.1), context) == move
+
+
+def test_no_curvature_is_measured_for_weight_decay() -> None:
+    assert not any(
+        Regularize().wants_curvature(slope(way), averaged=own) for way in (-9.0, 9.0) for own in (False, True)
+    )
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ class Restore(SummedSlopes):
     given wrong, and stays.
 
     Args:
-        silent_below: tau from which the sum still calls for less; the base is held there.
-        max_distance: distance below the schedule as given, in coordinates, from which nothing brings it back.
+        silent_below: tau above which the sum still calls for less; the base is held there.
+        max_distance: largest distance below the schedule as given, in coordinates, from which it brings a base back.
         return_step: largest move, in coordinates.
         restore_after: share of the run from which it speaks; a run without a known end has no share.
         memory: share of the sum that is kept over `window_steps` steps.
