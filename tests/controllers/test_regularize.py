@@ -343,8 +343,30 @@ def test_a_loss_that_once_was_enormous_does_not_rule_for_ever() -> None:
     assert after == [0.0, 0.0, 0.0, pytest.approx(-0.1), pytest.approx(-0.1)]
 
 
+def test_a_sum_of_sub_batches_is_their_mean_per_unit_of_the_value() -> None:
+    summed, context = SlopeSum(memory=0.5, window_steps=None), Context(base=0.5)
+    state = summed.observe(summed.start(), Estimate(2.0, stderr=1.0, slopes=(1.0, 3.0)), context)
+    assert state == SlopeSumState(total=4.0, sums=(2.0, 6.0))
+    state = summed.observe(state, Estimate(1.0, stderr=1.0, slopes=(0.0, 2.0)), context)
+    assert state == SlopeSumState(total=4.0, sums=(1.0, 7.0))
+
+
+def test_after_four_windows_against_it_a_sum_counts_them_anew() -> None:
+    state = SlopeSum().observe(SlopeSumState(total=9.0, variance=1.0, against=3), slope(-0.1), Context())
+    assert (state.total, state.against) == (-0.1, 0)
+
+
+@pytest.mark.parametrize(("total", "move"), [(0.8, -0.08), (-0.8, 0.16), (-8.0, 0.4)])
+def test_without_gates_small_sums_move_too_each_way_by_its_own_saturation(total: float, move: float) -> None:
+    summed, state = SlopeSum(gate=0.0, lower_gate=0.0), SlopeSumState(total=total, variance=1.0)
+    assert summed.propose(state, slope(0.1), Context(length=30)) == pytest.approx(move)
+    assert summed.propose(state, slope(0.1), Context(length=3000)) == pytest.approx(4.0 * move), "max_scale"
+
+
 def test_numbers_that_overflow_are_not_remembered() -> None:
     regularize = rule()
+    _, state = regularize.step(regularize.start(), Estimate(slope=1.0, stderr=1e200), Context())
+    assert state == regularize.start(), "the variance alone"
     moved, state = regularize.step(regularize.start(), Estimate(slope=1e200, stderr=1e200), Context(base=1e-200))
     assert moved == 0.0
     assert state == regularize.start()
@@ -443,7 +465,7 @@ def test_what_decay_costs_does_not_depend_on_sub_batches_or_on_the_value(
     assert rule.propose(rule.observe(begun, told, context), told, context) == pytest.approx(-0.4 * 0.5 / 0.25)
 
 
-@pytest.mark.parametrize("level", [None, math.nan, math.inf])
+@pytest.mark.parametrize("level", [None, math.nan, math.inf, -math.inf])
 def test_where_nobody_tells_the_loss_nothing_says_that_decay_costs_much(level: float | None) -> None:
     rule = SlopeSum(memory=0.0)
     estimate = Estimate(5.0, stderr=2.0, level=level)
