@@ -126,10 +126,9 @@ class Estimate:
     @property
     def normal_stderr(self) -> float:
         """The standard error over which the slope is a normal deviate as unlikely as `t` is by `freedom`."""
-        deviate = self.t if self.freedom is None else normal_equivalent(self.t, self.freedom)
-        if self.freedom is None or deviate == 0.0 or math.isinf(deviate):  # a t of 1e-170 has no square
+        if self.freedom is None or self.t == 0.0 or math.isinf(self.t):
             return self.stderr
-        return self.stderr * self.t / deviate
+        return self.stderr * self.t / normal_equivalent(self.t, self.freedom)
 
     def to_dict(self) -> dict[str, Any]:
         """Its numbers and `t`, for a history; `averaged` nested where there is one."""

@@ -52,8 +52,7 @@ def test_a_t_of_few_degrees_of_freedom_is_a_normal_deviate_over_a_wider_error() 
     assert few.slope / few.normal_stderr == pytest.approx(-2.788, rel=1e-3)
     for estimate in (Estimate(slope=4.0, stderr=1.0), Estimate(slope=4.0, stderr=0.0, freedom=7.0)):
         assert estimate.normal_stderr == estimate.stderr
-    for slope in (0.0, 1e-170):
-        assert Estimate(slope=slope, stderr=1.0, freedom=7.0).normal_stderr == 1.0
+    assert Estimate(slope=0.0, stderr=1.0, freedom=7.0).normal_stderr == 1.0
     assert Estimate(slope=4.0, freedom=7.0).normal_stderr == math.inf
 
 
