@@ -111,6 +111,11 @@ class Search(Callback):
         self._closed: list[WindowRecord] = []
         self._stepped = False
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forget what an evaluation's `ckpt_path` has brought, and the search of an earlier `fit`."""
+        if stage == "fit":  # what this one resumes from comes after this
+            self.search = self._restored = None
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach: models are wrapped, optimizers are made and restored."""
         _refuse(trainer)

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     Callback,
     GradientAccumulationScheduler,
+    LearningRateFinder,
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
@@ -538,3 +539,38 @@ def test_a_training_that_was_stopped_early_is_taken_up_again(tmp_path: Path) -> 
     assert not first.search.finished
     fit(tmp_path, Classifier("none"), second, resumed=tmp_path / "last.ckpt")
     assert second.search.finished
+
+
+def test_a_checkpoint_that_was_evaluated_is_none_to_train_on_from(tmp_path: Path, assert_same: Any) -> None:
+    """`validate` and `test` restore callbacks, too, and the next `fit` is a run of its own."""
+    kept = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=14)
+    straight, explored = search(), search()
+    states = fit(tmp_path, Classifier("none"), straight, kept, enable_checkpointing=True)
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = Trainer(accelerator="cpu", max_epochs=2, callbacks=[explored], default_root_dir=tmp_path, **quiet)
+    validated = Classifier("none")
+    trainer.validate(validated, loader(32, seed=3), ckpt_path=tmp_path / "step=14.ckpt", verbose=False)
+    module = Classifier("none")
+    trainer.fit(module, loader(), loader(32, seed=3))
+    assert_same(module.state_dict(), states[0])
+    assert records(explored.search.history) == records(straight.search.history)
+
+
+def test_a_second_training_finds_its_rate_and_begins_a_search_of_its_own(tmp_path: Path) -> None:
+    """Lightning's finder saves what callbacks hold, and puts it back after its trial."""
+
+    class Found(Classifier):
+        lr = 3e-3
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    explored = search()
+    finder = LearningRateFinder(num_training_steps=10)
+    trainer = Trainer(accelerator="cpu", max_epochs=1, callbacks=[finder, explored], default_root_dir=tmp_path, **quiet)
+    for epochs in (1, 3):
+        trainer.fit_loop.max_epochs = epochs
+        trainer.fit(Found("none"), loader(), loader(32, seed=3))
+        assert explored.search.finished
+    assert explored.search.engine.step_count == 2 * PER_EPOCH
