@@ -199,7 +199,7 @@ def test_ranks_whose_schedulers_differ_later_are_refused(name: str) -> None:
 
 def test_where_ranks_declare_other_knobs_the_message_shows_where_they_differ() -> None:
     for message in launch(attached.groups_in_another_order, 2):
-        assert message.startswith("the ranks disagree on knobs")
+        assert message.startswith("the ranks disagree on optimizer")
         both = message.removesuffix(" on rank 1; declare the same run on every rank")
         first, second = both.split(" on rank 0 and ")
         assert not first.endswith(second)

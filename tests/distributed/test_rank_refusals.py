@@ -43,6 +43,14 @@ def declared_with(betas: tuple[float, float], lr: float) -> hdet.Engine:
     return cases.engine_of(hdet.distribute(model, optimizer), knobs=[hdet.LearningRate(schedule=schedule)])
 
 
+def in_another_order() -> hdet.replicas.Replicas:
+    """The last rank's optimizer has two parameters of one shape the other way round, as from a set of their names."""
+    model = Twins()
+    first, second, third = model.parameters()
+    held = [third, second, first] if dist.get_rank() == dist.get_world_size() - 1 else [first, second, third]
+    return hdet.distribute(DistributedDataParallel(model), torch.optim.AdamW(held))
+
+
 class Normed(nn.Module):
     """A norm that tensor parallelism leaves whole on each rank of a replica, before layers that it cuts."""
 
@@ -150,6 +158,7 @@ def four_ranks() -> Found:
     found["fewer batches"] = judged_by([batch(-1, part) for part in range(4 if rank else 3)])
     found["betas"] = error_of(lambda: declared_with((0.9 if rank < 3 else 0.5, 0.999), 0.02))
     found["rates"] = error_of(lambda: declared_with((0.9, 0.999), 0.02 * (1 + rank)))  # the knob's, which it writes
+    found["parameters"] = error_of(in_another_order)
     found["shared without"] = without_the_block()
     found["local without"] = without_the_block(gradients="local")
     found["frozen alike"] = frozen(1)
@@ -210,6 +219,15 @@ def test_optimizers_that_differ_are_refused_but_for_what_knobs_write(ranks: list
         assert "optimizer's groups" in found["betas"]
         assert "0.5" in found["betas"]
         assert found["rates"] == ""
+
+
+def test_optimizers_that_hold_parameters_in_another_order_are_refused(ranks: list[Found]) -> None:
+    """Their moments would be averaged with those of other parameters."""
+    for found in ranks:
+        assert found["parameters"].startswith("the ranks disagree on optimizer: optimizer is ")
+        first, last = found["parameters"].split(" on rank 0 and ")
+        assert "[['layers.0.weight', 'layers.1.weight', 'layers.2.weight']]" in first
+        assert "[['layers.2.weight', 'layers.1.weight', 'layers.0.weight']] on rank 3" in last
 
 
 def test_a_rank_outside_its_group_is_told(ranks: list[Found]) -> None:

@@ -139,12 +139,16 @@ def _travelling(overlap: int, layout: Layout) -> tuple[int, Group] | None:
 
 
 def _described(model: nn.Module, optimizer: Optimizer, each: int, options: str) -> dict[str, str]:
-    """What must be alike before a single tensor is sent: unequal shapes would hang, or mix up the weights."""
+    """What must be alike before a single tensor is sent: unequal shapes would hang, or mix up the weights.
+
+    An optimizer's state is merged by place in its groups, so these hold the same parameters in the same order.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
     return {
         "parameters": repr([(n, tuple(p.shape), _kind(p), p.requires_grad) for n, p in model.named_parameters()]),
         "buffers": repr([(name, tuple(b.shape), _kind(b)) for name, b in model.named_buffers()]),
         "optimizer": " and ".join(
-            f"{type(part).__name__} of {[len(group['params']) for group in part.param_groups]}"
+            f"{type(part).__name__} of {[[names[own] for own in group['params']] for group in part.param_groups]}"
             for part in chained(optimizer)
         ),
         "replicas per rank": str(each),
