@@ -19,19 +19,20 @@ def require_same_probe(replicas: Replicas, probe: Probe) -> None:
     """Compare how many batches each process gave its probe, what numbers are in them, and in what order. A collective.
 
     A window's points are shared out over the processes, so a difference between their data would pass for one between
-    points; so would another order, since points are compared by sub-batch. Only a list is looked at: batches that a
-    function or a loader gives are not drawn for this. Asked in a run's first window: later a process may have come back
-    alone, and would wait for others that do not ask.
+    points; so would another order, since points are compared by sub-batch. Of a function or a loader the first window's
+    batches are looked at. Asked in a run's first window: later a process may have come back alone, and would wait for
+    others that do not ask.
 
     Raises:
         StepError: they differ.
     """
-    if not isinstance(probe.batches, (list, tuple)) or len(replicas.local) == replicas.size:
+    if len(replicas.local) == replicas.size:
         return
-    tensors = [leaf for leaf in tree_leaves(probe.batches) if isinstance(leaf, Tensor)]
+    batches = probe.draw(window=0)
+    tensors = [leaf for leaf in tree_leaves(batches) if isinstance(leaf, Tensor)]
     sums = [_sums(tensor, number) for number, tensor in enumerate(tensors) if not tensor.is_complex()]
     plain, ordered = (sum(one[k] for one in sums) for k in range(2))
-    facts = [float(len(probe.batches)), float(sum(tensor.numel() for tensor in tensors)), plain, ordered]
+    facts = [float(len(batches)), float(sum(tensor.numel() for tensor in tensors)), plain, ordered]
     device = next(iter(replicas.hosts[0][0].parameters())).device
     table = replicas.gather(torch.tensor([facts], dtype=torch.float64, device=device).expand(len(replicas.local), -1))
     table = table[present(table)]
@@ -40,7 +41,7 @@ def require_same_probe(replicas: Replicas, probe: Probe) -> None:
             f"the probe's batches differ between processes (how many, how many numbers, their sum, one that depends on "
             f"their order: {[tuple(row) for row in table.tolist()]}), so that their difference would pass for one "
             f"between rates; give each process the same held-out data in the same order, not its part as by a "
-            f"DistributedSampler, nor shuffled by itself"
+            f"DistributedSampler, nor shuffled or drawn by itself"
         )
 
 

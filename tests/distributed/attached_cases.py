@@ -554,13 +554,17 @@ def settings_that_ranks_write_unlike(key: str, far: float) -> str:
 
 
 def probe_that_one_rank_cannot_read() -> list[str]:
-    """The warnings of a run in which a probe's batch is damaged on the second rank."""
+    """The warnings of a run in which a probe's batch is damaged on the second rank, after the first window."""
     batches = [batch(-1, part) for part in range(8)]
-    if dist.get_rank() == 1:
-        batches[3][0][0, 0] = torch.nan
+
+    def drawn(window: int) -> list[tuple[Tensor, Tensor]]:
+        if window and dist.get_rank() == 1:
+            batches[3][0][0, 0] = torch.nan
+        return batches
+
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model, optimizer, search = _attached(probe=hdet.Probe(loss_of, lambda window: batches))
+        model, optimizer, search = _attached(probe=hdet.Probe(loss_of, drawn))
         loop(model, optimizer, search, 1, False, False)
     return [str(warning.message) for warning in caught]
 

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler, TensorDataset
 from training import batch, difference, loss_of, network, optimizer_of, train, weights
 
 import hdet
@@ -26,6 +27,7 @@ from hdet.spreads import TwoLevel
 
 Found = dict[str, Any]
 NOISE = 0.3
+HELD_OUT = TensorDataset(*batch(-1, 0, size=32))
 
 
 def error_of(act: Callable[[], object]) -> str:
@@ -149,12 +151,21 @@ def judged_by(batches: Any) -> str:
     return ""
 
 
+def loaded(sampler: Sampler[int]) -> DataLoader[Any]:
+    return DataLoader(HELD_OUT, batch_size=4, sampler=sampler)
+
+
 def four_ranks() -> Found:
     rank = dist.get_rank()
     found: Found = {}
     found["one probe"] = judged_by([batch(-1, part) for part in range(4)])
     found["other data"] = judged_by([batch(-1, part + rank) for part in range(4)])
     found["other order"] = judged_by([batch(-1, (part + rank) % 4) for part in range(4)])
+    found["own part"] = judged_by(loaded(DistributedSampler(HELD_OUT)))
+    found["one loader"] = judged_by(loaded(RandomSampler(HELD_OUT)))
+    found["own function"] = judged_by(lambda window: [batch(-1 - window, part + rank) for part in range(4)])
+    found["fewer from a function"] = judged_by(lambda window: [batch(-1, part) for part in range(4 if rank else 3)])
+    found["one function"] = judged_by(lambda window: [batch(-1 - window, part) for part in range(4)])
     found["fewer batches"] = judged_by([batch(-1, part) for part in range(4 if rank else 3)])
     found["betas"] = error_of(lambda: declared_with((0.9 if rank < 3 else 0.5, 0.999), 0.02))
     found["rates"] = error_of(lambda: declared_with((0.9, 0.999), 0.02 * (1 + rank)))  # the knob's, which it writes
@@ -202,6 +213,10 @@ def test_probes_that_differ_between_ranks_are_refused(ranks: list[Found]) -> Non
         assert "the probe's batches differ between processes" in found["other data"]
         assert "in the same order" in found["other order"]
         assert "(3.0, " in found["fewer batches"]
+        assert "not its part as by a DistributedSampler" in found["own part"]
+        assert "drawn by itself" in found["own function"]
+        assert "(3.0, " in found["fewer from a function"]
+        assert found["one loader"] == found["one function"] == ""
 
 
 def test_a_layer_that_is_frozen_on_all_ranks_is_supported(ranks: list[Found]) -> None:
