@@ -22,6 +22,7 @@ from training import batch, difference, loss_of, network, optimizer_of, train
 
 import hdet
 from hdet.checkpoints import leader
+from hdet.errors import LostRankError
 from hdet.replicas.distributed.exchange import Exchange
 
 VICTIM = 1
@@ -194,6 +195,22 @@ def test_a_silent_rank_counts_as_lost_after_the_groups_timeout() -> None:
     found = survivors(silent, 2, timeout=2.0)
     assert found[0].startswith("LostRankError")
     assert time.monotonic() - began < 20.0
+
+
+def test_so_it_does_in_the_collective_that_comes_after() -> None:
+    found = survivors(silent_twice, 2, timeout=2.0)
+    assert found[0].startswith("LostRankError")
+    assert "pair closure" in found[0]
+
+
+def silent_twice() -> None:
+    if dist.get_rank() == VICTIM:
+        time.sleep(7.0)
+        return
+    model = network()
+    with pytest.raises(LostRankError):
+        hdet.distribute(model, optimizer_of(model))
+    hdet.distribute(model, optimizer_of(model))
 
 
 def silent() -> None:

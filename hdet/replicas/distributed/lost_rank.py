@@ -9,8 +9,9 @@ import torch.distributed as dist
 
 from hdet.errors import HdetError, LostRankError
 
-SIGNS = ("gloo/", "nccl", "connection closed by peer", "connection reset by peer")
-"""What the backends' messages hold (gloo's begin with the file that raised), and those of other libraries do not."""
+SIGNS = ("gloo/", "pair closure", "nccl", "connection closed by peer", "connection reset by peer")
+"""What the backends' messages hold (gloo's mostly begin with the file that raised; what comes after a timeout says that
+it "caused pair closure"), and those of other libraries do not."""
 
 LOST = "another rank is gone or did not answer within the group's timeout"
 
