@@ -90,7 +90,6 @@ class Cycle:
             )
         self.merger = merger
         self.noise_scale: NoiseScale | None = None
-        self.noise = NoiseMeter(self.home, paired=plan.paired) if plan.noise_scale else None
         self.tally = Tally(self.home, stay_alike=not plan.apart)
         self.standstill = Standstill(scene)
         self._probe_size = ProbeSize(self.knobs, plan.signal, plan.gradients)
@@ -105,6 +104,8 @@ class Cycle:
                 declaration=declaration(plan),
             )
         )
+        # After ranks were compared, of which some may have been told to read it and others not.
+        self.noise = NoiseMeter(self.home, paired=plan.paired) if plan.noise_scale else None
         self.run: str | None = None
         self.step_count = 0
         self.finished = False

@@ -29,6 +29,7 @@ def declaration(plan: Plan) -> dict[str, str]:
         "total_steps": str(plan.total_steps),
         "guard": _told(plain(plan.guard)),
         "tail": _told(plain(plan.tail)),
+        "noise_scale": str(plan.noise_scale),
         "optimizer's groups": _told(_settings(plan)),
     }
 

@@ -168,6 +168,11 @@ def four_ranks() -> Found:
     found["one function"] = judged_by(lambda window: [batch(-1 - window, part) for part in range(4)])
     found["fewer batches"] = judged_by([batch(-1, part) for part in range(4 if rank else 3)])
     found["betas"] = error_of(lambda: declared_with((0.9 if rank < 3 else 0.5, 0.999), 0.02))
+    still = [hdet.LearningRate(spread=TwoLevel(0.0), controller=Hold())]
+    model = network()
+    found["noise scale"] = error_of(
+        lambda: cases.engine_of(hdet.distribute(model, optimizer_of(model)), knobs=still, noise_scale=rank == 1)
+    )
     found["rates"] = error_of(lambda: declared_with((0.9, 0.999), 0.02 * (1 + rank)))  # the knob's, which it writes
     found["parameters"] = error_of(in_another_order)
     found["shared without"] = without_the_block()
@@ -234,6 +239,9 @@ def test_optimizers_that_differ_are_refused_but_for_what_knobs_write(ranks: list
         assert "optimizer's groups" in found["betas"]
         assert "0.5" in found["betas"]
         assert found["rates"] == ""
+        assert found["noise scale"].startswith(
+            "the ranks disagree on noise_scale: noise_scale is False on rank 0 and True on rank 1"
+        )
 
 
 def test_optimizers_that_hold_parameters_in_another_order_are_refused(ranks: list[Found]) -> None:
