@@ -530,6 +530,22 @@ def test_a_picture_that_cannot_be_written_costs_nothing_else(
     assert same(model_of(folder), model_of(finished))
 
 
+def test_a_run_that_ends_while_its_picture_is_drawn_is_resumed_and_drawn(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: Figure, part: Path, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patched:
+        patched.setattr(Figure, "savefig", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            Run(CONFIG, folder)()
+    result = Run(CONFIG, folder, resume=True)()
+    assert sorted(path.name for path in folder.iterdir()) == FILES
+    assert result.test_loss == json.loads((finished / "result.json").read_text())["test_loss"]
+
+
 def test_a_comparison_that_is_interrupted_is_no_longer_watched(tmp_path: Path) -> None:
     folder = tmp_path / "run"
 

@@ -166,10 +166,14 @@ class Run:
             ended=history[-1].ending,
             versions={"python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__},
         )
-        led(lambda: self.folder.save_result(result.to_dict()))  # it marks the run as trained
-        if result.knobs and leads():
-            self._draw()
+        led(lambda: self._keep(result))
         return result
+
+    def _keep(self, result: Result) -> None:
+        """Draw and write what the run ended with; the numbers last, since they mark it as trained."""
+        if result.knobs:
+            self._draw()
+        self.folder.save_result(result.to_dict())
 
     def _draw(self) -> None:
         title = f"{self.config.task.kind}, {self.config.steps} steps"
