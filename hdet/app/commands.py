@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
 import hdet
 from hdet.app.doctor import doctor
@@ -27,8 +28,23 @@ from hdet.recipes.recommended import describe
 
 WIDE = 110
 
+
+class Commands(TyperGroup):
+    """Tells of an interrupt that a command did not tell of, which typer passes over in silence."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            raise typer.Exit(INTERRUPTED) from None
+
+
 application = typer.Typer(
-    name="hdet", help="Online hyperparameter search inside one training run.", pretty_exceptions_enable=False
+    name="hdet",
+    help="Online hyperparameter search inside one training run.",
+    pretty_exceptions_enable=False,
+    cls=Commands,
 )
 
 

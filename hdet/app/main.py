@@ -43,6 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             traceback.print_exc()
         print(f"error: {one_line(str(error))}", file=sys.stderr)
         code = REFUSED if isinstance(error, (ConfigError, MissingExtraError)) else FAILED
+    except KeyboardInterrupt:  # while the commands are imported
+        print("interrupted", file=sys.stderr)
+        code = INTERRUPTED
     if code:
         sys.exit(code)
 

@@ -243,6 +243,21 @@ def test_an_interrupt_says_how_to_go_on(
     assert "going on from step 6" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("where", ["hdet.app.commands.RunConfig.load", "hdet.app.main._run"])
+def test_an_interrupt_before_there_is_a_run_is_told(
+    where: str, declared: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the file is read, in the command, and as the commands are imported, before there is one."""
+
+    def interrupted(*given: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(where, interrupted)
+    assert run("digits.yaml") == 130
+    assert capsys.readouterr().err.strip() == "interrupted"
+    assert not (declared / "runs").exists()
+
+
 def test_without_the_extra_the_command_says_what_to_install(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
