@@ -111,7 +111,7 @@ class Counting(Contender):
         type(self).runs += 1
         problem, model = begin(task, setting, seed, meter)
         optimizer = torch.optim.SGD(model.parameters(), lr=setting.lr)
-        return Outcome(model if train(task, problem, model, optimizer, 5) else None, problem)
+        return Outcome(train(task, problem, model, optimizer, 5), problem)
 
 
 class Other(Counting):

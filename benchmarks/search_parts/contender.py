@@ -74,8 +74,8 @@ def train(
     optimizer: Optimizer,
     steps: int,
     schedule: Callable[[int], float] | None = None,
-) -> bool:
-    """Plain training; False once a loss is not finite.
+) -> nn.Module | None:
+    """Plain training. Returns the model, or None once a loss is not finite.
 
     Args:
         schedule: the learning rate of all groups, times the `factor` of those that have one.
@@ -89,8 +89,8 @@ def train(
         loss.backward()
         update(task, optimizer)
         if (step % CHECK_EVERY == 0 or step == steps - 1) and not math.isfinite(float(loss.detach())):
-            return False
-    return True
+            return None
+    return model
 
 
 def update(task: Task, optimizer: Optimizer) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hdet.app.tasks.draws import draws
+from hdet.replicas.tensors import evaluating
 from search_parts.task import Problem, Task
 
 Examples = tuple[Tensor, ...]
@@ -55,12 +56,8 @@ class DrawnProblem(Problem):
         return self._drawn("probe", self.size, window)
 
     def test_loss(self, model: nn.Module) -> float:
-        training = model.training
-        model.eval()
-        with torch.no_grad():
-            loss = float(self.loss(model, type(self).splits()["test"]))
-        model.train(training)
-        return loss
+        with evaluating(model), torch.no_grad():
+            return float(self.loss(model, type(self).splits()["test"]))
 
     def _drawn(self, split: str, count: int, step: int) -> Examples:
         columns = type(self).splits()[split]

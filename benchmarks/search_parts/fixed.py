@@ -23,4 +23,4 @@ class Fixed(Contender):
         problem, model = begin(task, setting, seed, meter)
         optimizer = task.optimizer(problem.groups(model), setting)
         trained = train(task, problem, model, optimizer, task.steps, self.schedule(setting.lr, task.steps))
-        return Outcome(model if trained else None, problem)
+        return Outcome(trained, problem)

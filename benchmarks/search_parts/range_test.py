@@ -110,4 +110,4 @@ class RangeTest(Contender):
         made = OneCycle(rate, total_steps=steps) if self.schedule == "onecycle" else Cosine(rate, steps, warmup=0.3)
         optimizer = task.optimizer(problem.groups(model), setting)
         trained = train(task, problem, model, optimizer, steps, made)
-        return Outcome(model if trained else None, problem, {"lr": rate})
+        return Outcome(trained, problem, {"lr": rate})

@@ -87,8 +87,8 @@ def _trained(
         update(task, optimizer)
         if (step + 1) % every == 0 or step == steps - 1:
             loss = held_out_loss(problem, model)
-            if not math.isfinite(loss):  # of which the search is told at its end alone
-                return math.inf, False
+            if loss == math.inf:  # of which the search is told at its end alone
+                return loss, False
             search.report(-(-(step + 1) // every), loss)
             if step < steps - 1 and search.stops():
                 return loss, False

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from hdet.replicas.tensors import evaluating
 from hdet.schedules import Cosine
 from search_parts.contender import begin, train
 from search_parts.meter import Meter
@@ -68,25 +69,21 @@ def best_trial(task: Task, given: Setting, seed: int, meter: Meter, *, trials: i
         steps = max(1, (budget // trials - examples_judged_by(problem)) // (3 * task.batch))
         optimizer = task.optimizer(problem.groups(model), setting)
         schedule = Cosine(peak=setting.lr, total_steps=steps, warmup=0.3)
-        loss = math.inf
         trained = train(task, problem, model, optimizer, steps, schedule)
-        if trained:
-            loss = held_out_loss(problem, model)
-            loss = loss if math.isfinite(loss) else math.inf
+        loss = held_out_loss(problem, trained)
         if best is None or loss < best.loss:
-            best = Trial(setting, problem, model if math.isfinite(loss) else None, loss)
+            best = Trial(setting, problem, trained if loss < math.inf else None, loss)
     assert best is not None
     return best
 
 
-def held_out_loss(problem: Problem, model: nn.Module) -> float:
-    """The mean loss on `examples_judged_by` held-out examples, in eval mode."""
-    training = model.training
-    model.eval()
-    with torch.no_grad():
+def held_out_loss(problem: Problem, model: nn.Module | None) -> float:
+    """The mean loss on `examples_judged_by` held-out examples, in eval mode; infinite where not finite, or no model."""
+    if model is None:
+        return math.inf
+    with evaluating(model), torch.no_grad():
         loss = float(torch.stack([problem.example_losses(model, batch).mean() for batch in _probes(problem)]).mean())
-    model.train(training)
-    return loss
+    return loss if math.isfinite(loss) else math.inf
 
 
 def examples_judged_by(problem: Problem) -> int:

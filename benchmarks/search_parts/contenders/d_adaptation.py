@@ -45,7 +45,7 @@ class DAdaptation(Contender):
             optimizer = DAdaptSGD(groups, momentum=task.momentum, weight_decay=setting.decay)
         schedule = Cosine(peak=self.factor, total_steps=task.steps, warmup=0.3)
         trained = train(task, problem, model, optimizer, task.steps, schedule)
-        return Outcome(model if trained else None, problem, {"d": float(optimizer.param_groups[0]["d"])})
+        return Outcome(trained, problem, {"d": float(optimizer.param_groups[0]["d"])})
 
 
 CONTENDER = DAdaptation()

@@ -52,7 +52,7 @@ class FindThenTrain(Contender):
             "high": estimate.high,
             "verdict": estimate.verdict,
         }
-        return Outcome(model if trained else None, problem, details)
+        return Outcome(trained, problem, details)
 
     def rate(self, estimate: hdet.trials.RateEstimate) -> float:
         """What the run is trained at. A variant is a subclass that overrides this."""

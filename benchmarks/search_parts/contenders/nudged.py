@@ -28,7 +28,7 @@ class NudgedCosine(FixedCosine):
         nudge(model, seed)
         optimizer = task.optimizer(problem.groups(model), setting)
         trained = train(task, problem, model, optimizer, task.steps, self.schedule(setting.lr, task.steps))
-        return Outcome(model if trained else None, problem)
+        return Outcome(trained, problem)
 
 
 def nudge(model: nn.Module, seed: int) -> None:

@@ -48,7 +48,7 @@ class ProdigyContender(Contender):
             )
         schedule = Cosine(peak=setting.lr, total_steps=task.steps, warmup=0.0)
         trained = train(task, problem, model, optimizer, task.steps, schedule)
-        return Outcome(model if trained else None, problem, {"d": float(optimizer.param_groups[0]["d"])})
+        return Outcome(trained, problem, {"d": float(optimizer.param_groups[0]["d"])})
 
 
 CONTENDER = ProdigyContender()

@@ -48,7 +48,7 @@ class ScheduleFree(Contender):
         optimizer.train()
         trained = train(task, problem, model, optimizer, task.steps)
         optimizer.eval()
-        return Outcome(model if trained else None, problem)
+        return Outcome(trained, problem)
 
 
 CONTENDER = ScheduleFree()

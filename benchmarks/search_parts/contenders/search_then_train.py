@@ -28,7 +28,7 @@ class SearchThenTrain(Contender):
         optimizer = task.optimizer(problem.groups(model), chosen)
         steps = (task.budget - meter.passes) // (3 * task.batch)
         trained = train(task, problem, model, optimizer, steps, Cosine(peak=chosen.lr, total_steps=steps, warmup=0.3))
-        return Outcome(model if trained else None, problem, {"lr": chosen.lr})
+        return Outcome(trained, problem, {"lr": chosen.lr})
 
 
 CONTENDER = SearchThenTrain()

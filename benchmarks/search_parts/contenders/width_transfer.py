@@ -52,7 +52,7 @@ class WidthTransfer(Contender):
         torch.manual_seed(seed)
         optimizer = task.optimizer(groups, Setting(rate, setting.decay, setting.dropout))
         trained = train(task, problem, model, optimizer, steps, Cosine(peak=rate, total_steps=steps, warmup=0.3))
-        return Outcome(model if trained else None, problem, {"lr": rate})
+        return Outcome(trained, problem, {"lr": rate})
 
 
 def transferred(groups: list[dict[str, Any]], model: nn.Module, narrow: nn.Module, family: str) -> list[dict[str, Any]]:
@@ -85,10 +85,8 @@ def _best_rate(narrow: Task, setting: Setting, seed: int, meter: Meter, share: f
         steps = math.floor((budget - examples_judged_by(problem)) / (3 * narrow.batch))
         steps = max(1, min(narrow.steps, steps))
         optimizer = narrow.optimizer(problem.groups(model), Setting(rate, setting.decay, setting.dropout))
-        loss = math.inf
-        if train(narrow, problem, model, optimizer, steps, Cosine(peak=rate, total_steps=steps, warmup=0.3)):
-            loss = held_out_loss(problem, model)
-        found.append((loss if math.isfinite(loss) else math.inf, rate))
+        trained = train(narrow, problem, model, optimizer, steps, Cosine(peak=rate, total_steps=steps, warmup=0.3))
+        found.append((held_out_loss(problem, trained), rate))
         meter.add(forward=math.ceil(counted.forward * share), backward=math.ceil(counted.backward * share))
     return min(found)[1]
 

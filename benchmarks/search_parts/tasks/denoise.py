@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -11,6 +9,7 @@ from torch import Tensor, nn
 from hdet.app.tasks import Digits
 from hdet.app.tasks.draws import draws
 from hdet.nn import Dropout
+from hdet.replicas.tensors import evaluating
 from search_parts.digits import DigitsProblem
 from search_parts.examples import built
 from search_parts.task import ALL_OFF, DECAYS, DROPOUTS, LEARNING_RATES, Grid, Task, doubling
@@ -43,9 +42,6 @@ class DenoisingProblem(DigitsProblem):
     def model(self) -> nn.Module:
         return built(self.workload.seed, lambda: Autoencoder(self.workload.task.dropout))
 
-    def groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        return self.workload.groups(model)
-
     def batch(self, step: int) -> Pictures:
         return self._noisy(super().batch(step)[0], "noise", step)
 
@@ -60,13 +56,9 @@ class DenoisingProblem(DigitsProblem):
         return (model(noisy) - clean).square().mean(dim=1)  # type: ignore[no-any-return]
 
     def test_loss(self, model: nn.Module) -> float:
-        training = model.training
-        model.eval()
-        with torch.no_grad():
-            clean = self.workload.splits["test"][0].repeat(8, 1)
-            loss = float(self.loss(model, self._noisy(clean, "test noise", 0, seed=0)))
-        model.train(training)
-        return loss
+        clean = self.workload.splits["test"][0].repeat(8, 1)
+        with evaluating(model), torch.no_grad():
+            return float(self.loss(model, self._noisy(clean, "test noise", 0, seed=0)))
 
     def _noisy(self, pixels: Tensor, stream: str, step: int, seed: int | None = None) -> Pictures:
         clean = (pixels - 0.305) / 0.376
