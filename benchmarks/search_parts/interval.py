@@ -24,8 +24,8 @@ class Interval:
         return (self.high - self.low) / 2
 
 
-def over_seeds(values: Sequence[float], level: float = 0.05) -> Interval:
-    """Mean with Student's t interval; NaN bounds with fewer than two values.
+def over_seeds(values: Sequence[float]) -> Interval:
+    """Mean with Student's t interval of 95 %; NaN bounds with fewer than two values.
 
     >>> over_seeds([1.0, 2.0, 3.0]).half.__round__(3)
     2.484
@@ -34,6 +34,5 @@ def over_seeds(values: Sequence[float], level: float = 0.05) -> Interval:
     mean = float(array.mean()) if len(array) else math.nan
     if len(array) < 2:
         return Interval(mean, math.nan, math.nan)
-    quantile = float(stats.t.ppf(1.0 - level / 2, len(array) - 1))
-    half = quantile * float(array.std(ddof=1)) / math.sqrt(len(array))
+    half = float(stats.t.ppf(0.975, len(array) - 1)) * float(array.std(ddof=1)) / math.sqrt(len(array))
     return Interval(mean, mean - half, mean + half)

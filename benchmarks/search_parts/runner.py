@@ -7,7 +7,6 @@ import csv
 import sys
 import time
 import traceback
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -62,35 +61,31 @@ def run(
 ) -> list[str]:
     """Run what is not done, each cell once. Returns the errors of cells that broke, which have no file."""
     missing = [cell for cell in dict.fromkeys(todo) if not (folder / cell.path).exists()]
-    progress = Progress(label, len(set(todo)), len(set(todo)) - len(missing), jobs)
+    progress = Progress(label, len(set(todo)), len(missing))
     errors = []
     for cell, result, error in _attempts(missing, tasks, contenders, folder, jobs):
         if error:
             errors.append(f"{cell}\n{error}")
-        progress.report(cell, result, missing)
+        progress.report(cell, result)
     return errors
 
 
 class Progress:
     """One line a cell: how many are done, what came out, and how long the rest takes at the pace so far."""
 
-    def __init__(self, label: str, total: int, done: int, jobs: int) -> None:
-        self.label, self.total, self.done, self.jobs = label, total, done, jobs
-        self.seconds: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
-        self.finished: set[Cell] = set()
+    def __init__(self, label: str, total: int, missing: int) -> None:
+        self.total, self.missing, self.finished = total, missing, 0
         self.began = time.perf_counter()
         if total:
-            print(f"{label}: {total} cells, {done} done already", flush=True)
+            print(f"{label}: {total} cells, {total - missing} done already", flush=True)
 
-    def report(self, cell: Cell, result: Result | None, missing: Sequence[Cell]) -> None:
+    def report(self, cell: Cell, result: Result | None) -> None:
         """A cell has ended."""
-        self.done += 1
-        self.finished.add(cell)
+        self.finished += 1
         said = "broke" if result is None else f"{result.test:.4f}, {result.seconds:.0f} s"
-        elapsed = time.perf_counter() - self.began
-        pace = elapsed / len(self.finished)
-        left = pace * (len(missing) - len(self.finished))
-        print(f"[{self.done}/{self.total}] {cell}: {said}; {left / 60:.0f} min left", flush=True)
+        waiting = self.missing - self.finished
+        left = (time.perf_counter() - self.began) / self.finished * waiting
+        print(f"[{self.total - waiting}/{self.total}] {cell}: {said}; {left / 60:.0f} min left", flush=True)
 
 
 def attempt(task: Task, contender: Contender, cell: Cell, folder: Path) -> Attempt:
