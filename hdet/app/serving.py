@@ -39,7 +39,6 @@ class PageServer(ThreadingHTTPServer):
         host: the address to listen at.
         port: 0 takes a free one.
         every: seconds after which a browser asks again, while the page may change.
-        token: by default a new one, where one is needed.
 
     Raises:
         ConfigError: the address cannot be listened at.
@@ -47,12 +46,12 @@ class PageServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, draw: Draw, *, host: str, port: int, every: float, token: str | None = None) -> None:
+    def __init__(self, draw: Draw, *, host: str, port: int, every: float) -> None:
         self.every = every
         self._draw = draw
         self._drawing = threading.Lock()
         self.local = _is_loopback(host)
-        self.token = None if self.local else (token or secrets.token_urlsafe(32))
+        self.token = None if self.local else secrets.token_urlsafe(32)
         if ":" in host:
             self.address_family = socket.AF_INET6
         try:
