@@ -133,14 +133,14 @@ def save_figures(
     return written
 
 
-def write_figure(figure: Figure, path: Path) -> None:
+def write_figure(figure: Figure, path: Path, *, dpi: int = 200) -> None:
     """Write a figure in the format of its file's ending, whole or not at all.
 
     Raises:
         OSError: the file cannot be written.
     """
     drawn = io.BytesIO()  # on a full disk matplotlib's PDF ends in an error of zlib
-    figure.savefig(drawn, format=path.suffix[1:], dpi=200)
+    figure.savefig(drawn, format=path.suffix[1:], dpi=dpi)
     replace(path, drawn.getvalue())
 
 

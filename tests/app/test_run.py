@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from matplotlib.figure import Figure
 
 import hdet
 from hdet.app.run import Run, RunConfig, RunFolder, Watcher
@@ -517,11 +516,15 @@ def test_compare_trains_again_without_hdet_now_or_later(finished: Path, tmp_path
 def test_a_picture_that_cannot_be_written_costs_nothing_else(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(self: Figure, part: Path, **options: object) -> None:
-        part.write_bytes(b"half of it")
-        raise OSError(errno.ENOSPC, "No space left on device")
+    write = Path.write_bytes
 
-    monkeypatch.setattr(Figure, "savefig", full)
+    def full(self: Path, content: bytes) -> int:
+        if self.name.startswith("bases.png"):
+            write(self, b"half of it")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(self, content)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
     folder = tmp_path / "run"
     with pytest.warns(UserWarning, match=r"bases.png could not be written \(.*No space left.*\), and all else is"):
         result = Run(CONFIG, folder)()

@@ -22,8 +22,8 @@ from hdet.app.run.loop import Training, Watcher
 from hdet.app.run.plain import train_plain
 from hdet.digits import loss_digits
 from hdet.errors import ConfigError, HdetError, MissingExtraError
-from hdet.files import replaced
 from hdet.report import Verdict, overview, verdicts
+from hdet.report.figures import write_figure
 from hdet.user_warning import warn
 
 NUMBERS = ("test_loss", "train_loss", "steps", "seconds", "faults")
@@ -179,8 +179,7 @@ class Run:
         title = f"{self.config.task.kind}, {self.config.steps} steps"
         figure = overview(self.training.engine.history.windows, title=title)
         try:
-            with replaced(self.folder.picture) as part:
-                figure.savefig(part, format="png", dpi=110)
+            write_figure(figure, self.folder.picture, dpi=110)
         except OSError as error:
             warn(
                 f"{self.folder.picture} could not be written ({error}), and all else is; make room, and draw it by "

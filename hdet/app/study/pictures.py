@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from hdet.app.study.statistics import Levels, Row
-from hdet.files import replaced
-from hdet.report.figures import Figure, blank_figure, plain
+from hdet.report.figures import Figure, blank_figure, plain, write_figure
 
 COLUMNS = 2
 MOST_PANELS = 12
@@ -38,7 +37,7 @@ def draw_curves(curves: Mapping[Levels, Sequence[Sequence[tuple[int, float]]]], 
         axis.set_xlabel("step", fontsize=8)
         axis.set_ylabel("training loss", fontsize=8)
         axis.legend(fontsize=7)
-    _save(figure, path)
+    write_figure(figure, path, dpi=110)
 
 
 def draw_factor(rows: Sequence[Row], factor: str, path: Path, *, metric: str) -> None:
@@ -67,7 +66,7 @@ def draw_factor(rows: Sequence[Row], factor: str, path: Path, *, metric: str) ->
     axis.set_ylabel(plain(metric), fontsize=8)
     if any(lines):
         axis.legend(fontsize=6)
-    _save(figure, path)
+    write_figure(figure, path, dpi=110)
 
 
 def _figure(panels: int, title: str) -> tuple[Figure, list[Any]]:
@@ -82,11 +81,6 @@ def _figure(panels: int, title: str) -> tuple[Figure, list[Any]]:
         axis.set_visible(False)
     figure.suptitle(plain(title), fontsize=10)
     return figure, axes[:panels]
-
-
-def _save(figure: Figure, path: Path) -> None:
-    with replaced(path) as part:  # another shard may be at it
-        figure.savefig(part, format="png", dpi=110)
 
 
 def _band(seeds: Sequence[Sequence[tuple[int, float]]]) -> tuple[Any, Any, Any]:
