@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 import hdet
 from hdet.app.tasks.text import standard_library
@@ -65,24 +65,6 @@ def gpt2(dropout: float = 0.1, n_positions: int = CONTEXT) -> GPT2LMHeadModel:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return GPT2LMHeadModel(config)
-
-
-def llama(**options: Any) -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
-        bos_token_id=0,
-        eos_token_id=0,
-        **options,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return LlamaForCausalLM(config)
 
 
 def arguments(folder: Path, **options: Any) -> TrainingArguments:
