@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 import hdet
 from hdet.app.run import Run, RunConfig, RunFolder, Watcher
