@@ -47,6 +47,9 @@ COUNTED, PROFILED = 20, 3
 SYNCHRONISING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 
 
+LONG = 20_000
+"""Steps that runs are planned for, which none of them comes to."""
+
 RATES = 8
 """Different rates that --rates gives to as many shares of the parameters."""
 
@@ -54,13 +57,14 @@ RATES = 8
 class Training:
     """One model that steps without hdet."""
 
-    def __init__(self, size: str, device: str, dropout: float = 0.0) -> None:
+    def __init__(self, size: str, device: str, dropout: float = 0.0, scheduled: bool = False) -> None:
         width, depth, heads, context, batch = SIZES[size]
         generator = torch.Generator().manual_seed(0)
         self.device = device
         self.model = GPT(width=width, depth=depth, heads=heads, context=context, dropout=dropout, generator=generator)
         self.model.to(device)
         self.optimizer = torch.optim.AdamW(self.groups(), lr=1e-4, weight_decay=0.1, fused=True)
+        self.scheduler = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1e-3, 1.0, LONG) if scheduled else None
         shape = batch, context + 1
         self.batches = [torch.randint(VOCABULARY, shape, generator=generator).to(device) for _ in range(3)]
         self.probe = hdet.Probe(self.loss, self.batches[:2])
@@ -77,6 +81,8 @@ class Training:
         self.told(self.loss(self.model, self.batches[2])).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+        if self.scheduler is not None:
+            self.scheduler.step()
 
     def told(self, loss: Tensor) -> Tensor:
         """The training loss, which nobody wants to know here."""
@@ -112,14 +118,17 @@ class Searched(Training):
 class Attached(Training):
     """One model that steps with hdet's hooks: with one rate, or with one for each matrix."""
 
-    def __init__(self, size: str, device: str, dropout: float, window: int, stride: int, matrices: bool) -> None:
+    def __init__(
+        self, size: str, device: str, dropout: float, scheduled: bool, window: int, stride: int, matrices: bool
+    ) -> None:
         self.cut = RATES if matrices else 1
-        super().__init__(size, device, dropout)
+        super().__init__(size, device, dropout, scheduled)
         self.search = hdet.attach(
             self.model,
             self.optimizer,
             probe=self.probe,
-            total_steps=10**6,
+            scheduler=self.scheduler,
+            total_steps=LONG,
             rates="matrices" if matrices else "together",
             window=window,
             stride=stride,
@@ -201,6 +210,7 @@ def main() -> None:
     parser.add_argument("--stride", type=int, default=1, help="of the averages of weights")
     parser.add_argument("--rates", action="store_true", help="one rate and one for each matrix, both attached")
     parser.add_argument("--dropout", type=float, default=0.0, help="with --rates: of the model, and explored")
+    parser.add_argument("--scheduler", action="store_true", help="with --rates: torch's own drives the rate")
     parser.add_argument("--quick", action="store_true", help="2 turns of windows of 20 steps")
     given = parser.parse_args()
     window, turns = (20, 2) if given.quick else (given.window, given.turns)
@@ -208,7 +218,7 @@ def main() -> None:
     where = torch.cuda.get_device_name() if given.device == "cuda" else "a CPU, one thread"
     torch.set_num_threads(1)
     if given.rates:
-        setup = given.size, given.device, given.dropout
+        setup = given.size, given.device, given.dropout, given.scheduler
         plainly = Training(*setup)
         one, each = (Attached(*setup, window, given.stride, matrices) for matrices in (False, True))
         compare(plainly, {"one rate": one.plain, "a rate for each matrix": each.plain}, window, turns, clock, where)

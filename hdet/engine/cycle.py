@@ -136,6 +136,11 @@ class Cycle:
         """Whether some evidence looks at the optimizer as a pass begins."""
         return any(collector.reads_on_entry for collector in self._observers)
 
+    @property
+    def ends_window(self) -> bool:
+        """Whether the coming step is the last one of the window."""
+        return self.step_count + 1 >= self.window.stop
+
     def enter(self, replica: Replica) -> None:
         """A replica is about to run forward."""
         if not self._begun:

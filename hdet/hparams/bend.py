@@ -26,7 +26,7 @@ class Bend:
         >>> Bend(power=0.5).of(0.25)
         0.5
         """
-        if self == Bend() or value <= 0.0:
+        if (self.power == 1.0 and self.log_factor == 0.0) or value <= 0.0:
             return value
         return math.exp(self.log_factor + self.power * math.log(value))
 

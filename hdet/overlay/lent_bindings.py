@@ -26,12 +26,14 @@ class Hand:
     """What is put in, whether it is, and what was there.
 
     Attributes:
+        waits: what is written is for the next step, and put in with it.
         put: what the groups held once it was put in.
         shift: tells how far the knob has been moved, for where the value cannot.
     """
 
     value: float | None = None
     in_force: bool = False
+    waits: bool = False
     theirs: list[Any] = field(default_factory=list)
     put: list[Any] = field(default_factory=list)
     shift: Callable[[], float] | None = None
@@ -60,7 +62,7 @@ class LentGroups(GroupBinding):
 
     def write(self, value: float) -> None:
         self.hand.value = value
-        if self.hand.in_force:
+        if self.hand.in_force and not self.hand.waits:
             self._put(value, self._groups())
 
     def overwritten(self, value: float) -> None:
@@ -353,6 +355,25 @@ class Lending:
             yield
         finally:
             self._split.take_out()
+
+    @contextmanager
+    def until_next_step(self) -> Iterator[None]:
+        """What is written inside the block is for the next step: what is in force stays so until it is taken out.
+
+        A scalar that evaluation depends on rests at its base there.
+        """
+        stay = [scalar for scalar in self.scalars if scalar.stays]
+        for scalar in stay:
+            scalar.put_in()
+        for group in self.groups:
+            group.hand.waits = True
+        try:
+            yield
+        finally:
+            for group in self.groups:
+                group.hand.waits = False
+            for scalar in stay:
+                scalar.take_out()
 
     @contextmanager
     def all_in_force(self) -> Iterator[None]:

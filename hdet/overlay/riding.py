@@ -309,7 +309,8 @@ class Riding:
             passes.miss()
         self.engine.gradients_are_shared()
         complete = passes.entered == passes.begun == seats
-        with self._at_work(), self.lending.all_in_force():
+        closes = self.engine.cycle.ends_window
+        with self._at_work(), self.lending.all_in_force() if closes else self.lending.until_next_step():
             record = self.engine.step(self.losses.of(seats, passes.begun), complete=complete)
         self._left_out += passes.missed or not complete
         passes.missed = False

@@ -165,8 +165,11 @@ class SplitGroups:
         if len(set(keys)) == len(parts):
             return
         alike: dict[Any, list[Group]] = {}
+        told: dict[tuple[Any, ...], tuple[Any, ...]] = {}
         for place, (key, part) in enumerate(zip(keys, parts, strict=True)):
-            alike.setdefault((key, _settings(part)) if _in_one_call(part) else place, []).append(part)
+            very_same = tuple([(name, id(entry)) for name, entry in part.items() if name not in OF_ONE_PART])
+            settings = told[very_same] = told.get(very_same) or _settings(part)  # most parts hold the same objects
+            alike.setdefault((key, settings) if _in_one_call(part) else place, []).append(part)
         groups = [_joint(own) if len(own) > 1 else own[0] for own in alike.values()]
         self._joined = list(zip(groups, alike.values(), strict=True))
         self._optimizer.param_groups = groups

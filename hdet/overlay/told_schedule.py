@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -153,15 +153,20 @@ class Told(Schedule):
         super().__init__()
         self._course, self._group, self._total_steps, self._warmed = course, group, total_steps, warmed
 
-    @property
+    @cached_property  # of pydantic's own attributes each takes microseconds to look up, and every step asks
     def course(self) -> Course:
         """What is told of all groups."""
         return self._course
 
-    @property
+    @cached_property
     def group(self) -> int:
         """The index of the group whose values these are."""
         return self._group
+
+    @cached_property
+    def warmed(self) -> bool:
+        """Whether it is held below a line for as many steps as the course says."""
+        return self._warmed
 
     @property
     def total_steps(self) -> int | None:
@@ -170,27 +175,27 @@ class Told(Schedule):
 
     def nominal_peak(self) -> float:
         """The most that the scheduler will have written, as far as it is foreseen."""
-        return self._course.peaks[self._group] if self._course.forecast else super().nominal_peak()
+        return self.course.peaks[self.group] if self.course.forecast else super().nominal_peak()
 
     def steps_before(self) -> int:
         """Those of the scheduler, where it is known; none where it is held below a line, which warms up anew."""
-        return self._course.steps_before if self._line is None else 0
+        return self.course.steps_before if self._line is None else 0
 
     def with_warmup(self, steps: int) -> Told:
         """The course takes note of it, whose state goes into a checkpoint: all of its groups that ask have the same."""
-        self._course.warm_up(steps)
-        return Told(self._course, self._group, self._total_steps, warmed=True)
+        self.course.warm_up(steps)
+        return Told(self.course, self.group, self._total_steps, warmed=True)
 
     def __call__(self, t: int) -> float:
         """The value at step t."""
-        value = self._course.at(t)[self._group]
-        line = self._line if t < self._course.warmup_steps else None
+        value = self.course.at(t)[self.group]
+        line = self._line if t < self.course.warmup_steps else None
         return value if line is None else min(value, line * (t + 1))
 
     @property
     def _line(self) -> float | None:
         """How far the line that holds it rises in a step; None where nothing does."""
-        return self._course.lines[self._group] if self._warmed and self._course.warmup_steps else None
+        return self.course.lines[self.group] if self.warmed and self.course.warmup_steps else None
 
 
 class Follower:

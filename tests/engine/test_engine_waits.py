@@ -6,6 +6,7 @@ The models here are on the "meta" device, whose tensors hold no numbers: whateve
 
 from __future__ import annotations
 
+import cProfile
 from collections.abc import Callable
 from typing import Any
 
@@ -232,6 +233,34 @@ def test_the_work_between_window_ends_does_not_grow_with_the_model() -> None:
             engine.step(losses)
         counts.append(calls.count)
     assert counts[0] == counts[1] < 30
+
+
+def functions_called(matrices: int, scheduled: bool) -> float:
+    """In a step of fused AdamW that `hdet.attach` rides on, with a rate for each matrix."""
+    model = torch.nn.Sequential(*[torch.nn.Linear(4, 4, bias=False) for _ in range(matrices)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 400) if scheduled else None
+    probe = hdet.Probe(lambda m, x: m(x).square().mean(), [torch.ones(4, 4), torch.zeros(4, 4)])
+    options: dict[str, Any] = {"total_steps": 400, "window": 200, "micro_batches": 1, "quiet": True}
+    hdet.attach(model, optimizer, probe=probe, rates="matrices", scheduler=scheduler, **options)
+    profile = cProfile.Profile()
+    for step in range(96):
+        if step == 64:  # from here on 64 steps are planned at once
+            profile.enable()
+        model(torch.ones(4, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+    profile.disable()
+    return sum(entry.callcount for entry in profile.getstats()) / 32
+
+
+@pytest.mark.filterwarnings("ignore:the first training loss", "ignore:hdet was told no training loss")
+def test_a_matrix_of_its_own_adds_few_calls_to_a_step_under_a_torch_scheduler_too() -> None:
+    own, told = ((functions_called(24, kind) - functions_called(8, kind)) / 16 for kind in (False, True))
+    assert own < 110
+    assert told < own + 40
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
