@@ -200,7 +200,7 @@ class MixedDifferenceCollector(Collector):
                                 offset = float(self.levels.centre[k] + level * self.levels.half[k])
                                 self.levels.write(window.stop - 1, k, offset)
                                 pair = f"{scene.seed}:{window.index}:{self.knobs[k].name}:{j}"
-                                with seeded(devices, pair), attributes_kept(model):
+                                with seeded(devices, pair), attributes_kept(list(model.modules())):
                                     table[row, number, end, side] = objective.evaluate(model, batches[j])
                                 self._put_back(buffers)
             finally:

@@ -392,14 +392,15 @@ def evaluating(model: nn.Module, optimizer: Optimizer | None = None) -> Iterator
     The weights are those that the optimizer evaluates (`evaluated_weights`), also where autocast is on.
     """
     modes = _modes(model)
+    modules = [module for module, _ in modes]
     try:
         model.eval()
         with (
-            attributes_kept(model),
-            buffers_kept(model),
+            attributes_kept(modules),
+            buffers_kept(modules),
             evaluated_weights(model, optimizer),
-            rows_kept(model),
-            frozen_kept(model),
+            rows_kept(modules),
+            frozen_kept(modules),
             cast_anew(),
         ):
             try:

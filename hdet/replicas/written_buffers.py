@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 
@@ -30,7 +31,7 @@ _seen_frozen: MutableMapping[nn.Module, set[str]] = WeakIdKeyDictionary()
 
 
 @contextmanager
-def buffers_kept(model: nn.Module) -> Iterator[None]:
+def buffers_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Buffers that are written inside the block, or replaced, are after it the tensors that they were, of their values.
 
     The first block copies all but large ones, and compares them by value: torch does not count the writes of batch
@@ -38,7 +39,7 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
     models have none of, and always what modules hold that observe ranges for quantization. Of a module whose buffers
     were written plain attributes are put back, too. Not undone is the first write into a buffer that was not copied.
     """
-    held = [_Held(module) for module in model.modules() if module._buffers]
+    held = [_Held(module) for module in modules if module._buffers]
     with _undone(held):
         yield
     for own in held:
@@ -46,7 +47,7 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def frozen_kept(model: nn.Module) -> Iterator[None]:
+def frozen_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Frozen parameters that are written inside the block, as a teacher that a forward pass moves, are what they were.
 
     One that is given other `.data` has its own again. One that is written in place has its values again, but for the
@@ -54,8 +55,8 @@ def frozen_kept(model: nn.Module) -> Iterator[None]:
     """
     held = [
         _Frozen(module, name, parameter)
-        for module in model.modules()
-        if getattr(module, "max_norm", None) is None  # see `rows_kept`
+        for module in modules
+        if vars(module).get("max_norm") is None  # see `rows_kept`
         for name, parameter in module._parameters.items()
         if parameter is not None
         and not parameter.requires_grad
@@ -67,29 +68,29 @@ def frozen_kept(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def attributes_kept(model: nn.Module) -> Iterator[None]:
+def attributes_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Tensors that a module keeps as plain attributes and that the block replaces, alone or in a tuple, are put back.
 
     As the state of a recurrent model that goes on from batch to batch. That module's numbers, texts and tensors are
     then all what they were, since a flag or a length may go with such a tensor; one that is new is taken away. Not seen
     are writes into one, or into a list or dict.
     """
-    held = [(module, dict(vars(module))) for module in model.modules()]
+    held = [(module, dict(vars(module))) for module in modules]
     try:
         yield
     finally:
         for module, before in held:
             now = vars(module)
-            if _differ(now, before) or _differ(before, now):
+            if not _holds_the_same(now, before) and (_differ(now, before) or _differ(before, now)):
                 for name in [name for name in now if name not in before and _goes_back(now[name])]:
                     del now[name]
                 now.update({name: own for name, own in before.items() if _goes_back(own)})
 
 
 @contextmanager
-def rows_kept(model: nn.Module) -> Iterator[None]:
+def rows_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Rows that `nn.Embedding(max_norm=)` scales down as they are looked up are after the block what they were."""
-    own = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
+    own = [module for module in modules if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
     weights = [module.weight for module in own if module.max_norm is not None]
     held = [(weight, weight._version, _part(weight).detach().clone()) for weight in weights]
     try:
@@ -113,12 +114,12 @@ class Folding:
             (module, name, own)
             for module in modules
             for name, own in vars(module).items()
-            if isinstance(own, bool) and name != "training"
+            if (own is True or own is False) and name != "training"
         ]
         self._weights = [
             (module, name, parameter, _writes(parameter))
             for module in modules
-            if getattr(module, "max_norm", None) is None  # see `rows_kept`
+            if vars(module).get("max_norm") is None  # see `rows_kept`
             for name, parameter in module._parameters.items()
             if parameter is not None and parameter.requires_grad and not is_lazy(parameter)
         ]
@@ -212,6 +213,11 @@ class _Held:
         if any(now.get(name) is self._buffers[name] and name not in self._values for name in self.written):
             return  # what was written is lost, and what goes with it stays with it
         vars(self.module).update({name: own for name, own in self._attributes.items() if isinstance(own, PLAIN)})
+
+
+def _holds_the_same(now: Mapping[str, object], before: Mapping[str, object]) -> bool:
+    """Whether a module has the very objects that it had, as most have: told without a look at each."""
+    return list(now) == list(before) and all(map(operator.is_, now.values(), before.values()))
 
 
 def _differ(some: Mapping[str, object], others: Mapping[str, object]) -> bool:
