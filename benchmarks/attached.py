@@ -4,9 +4,9 @@
 
 A network of 433 parameters, so that a step is calls and no arithmetic; the recipe's rates and decay (`Line`,
 `Analytic`), and its dropout (`Contrast`), over windows that do not end; one rate, and one for each of two matrices
-and for the rest. The loops take steps in turns, in random order. Printed: how many Python functions and operators a
-step calls, which is the same on any machine; medians over steps of the CPU time of one, and of the difference to the
-step without hdet in the same turn, with its quartiles.
+and for the rest; in the last rows a scheduler of torch's drives the rate. The loops take steps in turns, in random
+order. Printed: how many Python functions and operators a step calls, which is the same on any machine; medians over
+steps of the CPU time of one, and of the difference to the step without hdet in the same turn, with its quartiles.
 """
 
 from __future__ import annotations
@@ -44,17 +44,6 @@ BATCH = torch.ones(16, 8)
 PROBE = hdet.Probe(loss_of, [BATCH, 2 * BATCH])
 
 
-def plain() -> Step:
-    model, optimizer = network()
-
-    def step() -> None:
-        loss_of(model, BATCH).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
 def explicit() -> Step:
     model, optimizer = network()
     engine = hdet.recommended(model, optimizer, probe=PROBE, exclude=["dropout"], **OPTIONS)
@@ -72,14 +61,35 @@ def explicit() -> Step:
     return step
 
 
-def attached(rates: Any, exclude: Sequence[str]) -> Step:
+def scheduled(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, LONG)
+
+
+def plain(by_torch: bool = False) -> Step:
     model, optimizer = network()
-    search = hdet.attach(model, optimizer, probe=PROBE, rates=rates, exclude=exclude, **OPTIONS)
+    scheduler = scheduled(optimizer) if by_torch else None
+
+    def step() -> None:
+        loss_of(model, BATCH).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+
+    return step
+
+
+def attached(rates: Any, exclude: Sequence[str], by_torch: bool = False) -> Step:
+    model, optimizer = network()
+    scheduler = scheduled(optimizer) if by_torch else None
+    search = hdet.attach(model, optimizer, probe=PROBE, rates=rates, exclude=exclude, scheduler=scheduler, **OPTIONS)
 
     def step() -> None:
         search.loss(loss_of(model, BATCH)).backward()
         optimizer.step()
         optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
 
     return step
 
@@ -91,6 +101,9 @@ LOOPS: dict[str, Callable[[], Step]] = {
     "hdet.attach, three": partial(attached, "matrices", ["dropout"]),
     "one, and a dropout": partial(attached, "together", []),
     "three, and a dropout": partial(attached, "matrices", []),
+    "without, torch's scheduler": partial(plain, by_torch=True),
+    "one, torch's scheduler": partial(attached, "together", ["dropout"], by_torch=True),
+    "three, torch's scheduler": partial(attached, "matrices", ["dropout"], by_torch=True),
 }
 
 
@@ -118,13 +131,13 @@ def main() -> None:
             step()
             if number >= 20:
                 spent[name].append((time.thread_time() - began) * 1e6)
-    print(f"{'a step':<24}{'calls':>10}{'us':>10}{'more than without':>20}{'quartiles':>20}")
+    print(f"{'a step':<28}{'calls':>10}{'us':>10}{'more than without':>20}{'quartiles':>20}")
     for name, own in spent.items():
         more = [a - b for a, b in zip(own, spent["without hdet"], strict=True)]
         low, middle, high = statistics.quantiles(more, n=4)
         spread = f"{low:.0f} to {high:.0f}"
         called = calls(steps[name])
-        print(f"{name:<24}{called:>10.0f}{statistics.median(own):>10.0f}{middle:>20.0f}{spread:>20}")
+        print(f"{name:<28}{called:>10.0f}{statistics.median(own):>10.0f}{middle:>20.0f}{spread:>20}")
 
 
 if __name__ == "__main__":

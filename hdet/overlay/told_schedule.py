@@ -345,13 +345,19 @@ class Follower:
                 )
 
     def _count(self) -> int:
-        return _counts(self.scheduler)[self._hands_over]
+        return _counts(self.scheduler)[1] if self._hands_over else int(_counting(self.scheduler).last_epoch)
+
+
+def _counting(scheduler: Any) -> Any:
+    """Of a chain the one that counts for it."""
+    while isinstance(scheduler, ChainedScheduler):
+        scheduler = scheduler._schedulers[-1]
+    return scheduler
 
 
 def _counts(scheduler: Any) -> tuple[int, int]:
     """How many steps a scheduler says that it has made; then with those of the schedulers that it holds."""
-    while isinstance(scheduler, ChainedScheduler):
-        scheduler = scheduler._schedulers[-1]
+    scheduler = _counting(scheduler)
     own = int(scheduler.last_epoch)
     held = () if isinstance(scheduler, SequentialLR) else _parts(scheduler)  # it counts all steps itself
     return own, own + sum(_counts(part)[1] for part in held)
