@@ -193,7 +193,7 @@ class GradientSketch:
 
     def _add(self, target: Tensor, flat: Tensor, position: int, rate: Rate) -> None:
         if isinstance(rate, Tensor):
-            self.sketch.add_(target, flat * rate, position)
+            self.sketch.add_(target, tensors.wide(flat) * rate, position)  # in float16 the product would vanish
         elif rate != 0.0:
             self.sketch.add_(target, flat, position, rate)
 

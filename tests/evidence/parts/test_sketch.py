@@ -174,14 +174,19 @@ def test_values_in_the_models_order_are_put_in_the_groups(stretch: int, monkeypa
     assert torch.equal(folding.folded_trained(value), folding.folded(folding.gradients(0)))
 
 
-def test_half_precision_is_added_up_in_full() -> None:
-    layer = nn.Linear(64, 64).bfloat16()
-    layer.weight.grad = torch.full_like(layer.weight, 0.1)
-    layer.bias.grad = torch.ones_like(layer.bias)
-    folding = GradientSketch([(layer, torch.optim.SGD(layer.parameters(), lr=0.1))], 1024)
-    found = folding.folded(folding.gradients(0), folding.rates(0))
-    assert found.dtype == torch.float32
-    assert float(found.square().sum()) > 0.0
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_added_up_in_full(dtype: torch.dtype) -> None:
+    """A rate that is a tensor counts as the number does: in float16 their product, 1e-9 here, would be 0."""
+    layer = nn.Linear(64, 64).to(dtype)
+    for parameter in layer.parameters():
+        parameter.grad = torch.full_like(parameter, 1e-5)
+    found = []
+    for rate in (1e-4, torch.tensor(1e-4)):
+        folding = GradientSketch([(layer, torch.optim.SGD(layer.parameters(), lr=rate))], 2**13)
+        found.append(folding.folded(folding.gradients(0), folding.rates(0)))
+    assert all(own.dtype == torch.float32 for own in found)
+    assert bool(found[1].all())
+    torch.testing.assert_close(*found, rtol=1e-5, atol=0.0)
 
 
 def test_freezing_makes_it_outdated() -> None:
