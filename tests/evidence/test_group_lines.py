@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import hdet
 from hdet import Engine, Probe
-from hdet.controllers import Calibrate, Hold, Pooled
+from hdet.controllers import Calibrate, Estimate, Hold, Pooled
 from hdet.engine.preview import preview
 from hdet.errors import ConfigError
 from hdet.evidence import GroupLines, Line
@@ -133,6 +133,17 @@ def test_the_common_line_is_read_while_any_rule_listens() -> None:
     unlike = [*knobs(names=NAMES[:1], controller=early), *knobs(names=NAMES[1:], controller=late)]
     records = trained(unlike, steps=10 * T)
     assert all(math.isfinite(record.estimates["learning_rate[second]"]["stderr"]) for record in records[:-1])
+
+
+@pytest.mark.parametrize("wanted", [0, 1, 3])
+def test_the_common_lines_curvature_is_measured_if_any_rule_wants_it(wanted: int) -> None:
+    class Straight(Hold):
+        def wants_curvature(self, slope: Estimate, *, averaged: bool = False) -> bool:
+            return False
+
+    unlike = [*knobs(names=NAMES[:wanted]), *knobs(names=NAMES[wanted:], controller=Straight())]
+    (record,) = trained(unlike)
+    assert [told["curvature"] is not None for told in record.estimates.values()] == [wanted > 0] * 3
 
 
 def test_a_preview_shows_how_far_the_common_line_reaches() -> None:

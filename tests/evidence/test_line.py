@@ -321,8 +321,10 @@ def warm_up(t: int) -> float:
 WARM = Replay([warm_up(t) for t in range(100)])  # to a peak of 1 in 100 steps
 
 
-def test_early_in_the_warm_up_the_line_is_read_ahead() -> None:
+@pytest.mark.parametrize("curved", [True, False])
+def test_early_in_the_warm_up_the_line_is_read_ahead(curved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the share s of the window's middle, the offset is log(preview / s), and no second line is read."""
+    monkeypatch.setattr(Hold, "wants_curvature", lambda *slope, averaged: curved)
     _, (record,) = run([lr_knob(schedule=WARM)], steps=T)
     share = (warm_up(0) + warm_up(T - 1)) / 2
     estimate = record.estimates["learning_rate"]
@@ -332,6 +334,10 @@ def test_early_in_the_warm_up_the_line_is_read_ahead() -> None:
     assert not read_at_average(estimate)
     moved = sum(warm_up(t) for t in range(T)) * SQUARE
     assert estimate["slope"] == pytest.approx(-moved * math.exp(offset) * secant(), rel=1e-4)
+    assert estimate["level"] == pytest.approx(
+        float(SLOPE @ START) - moved * math.exp(offset) * math.cosh(WIDTH), rel=1e-4
+    )
+    assert (estimate["curvature"] is not None) == curved
 
 
 def test_past_the_preview_two_lines_are_read_at_the_base() -> None:
@@ -469,8 +475,9 @@ def test_the_line_is_read_off_the_mean_of_replicas_that_come_apart(failed: int |
         if averaged and failed is not None:
             assert math.isfinite(told["slope"])
         assert told["slope"] == pytest.approx(want, rel=1e-4)
-    assert math.isfinite(record.estimates["weight_decay"]["slope"])
     assert abs(record.estimates["weight_decay"]["slope"]) > 0.1
+    _, (alone,) = run(mixed()[1:], n=4, copies=True, weight_decay=0.5, before_close=spoil)
+    assert record.estimates["weight_decay"] == alone.estimates["weight_decay"], "each replica has its weights back"
 
 
 def test_one_replicas_failure_early_in_the_window_mutes_nothing() -> None:

@@ -22,6 +22,7 @@ def test_points_that_tell_no_slope_are_refused(kind: Callable[..., Evidence]) ->
     for points in ((), (1.0,), (1.0, 1.0)):
         with pytest.raises(ConfigError, match="a slope needs at least 2 distinct points"):
             kind(points=points)
+    kind(points=(-1.0, 1.0))
 
 
 @pytest.mark.parametrize("loss", [math.inf, -math.inf, math.nan])
@@ -37,12 +38,19 @@ def test_losses_that_are_the_same_at_all_points_leave_no_rounding() -> None:
     """It would be shared by all sub-batches, and so look certain."""
     told = along(X.tolist(), np.tile([0.1, 1 / 3, 1e5 / 7], (3, 1)))
     assert (told.slope, told.stderr, told.curvature, told.curvature_stderr) == (0.0, 0.0, 0.0, 0.0)
+    assert bottom_in_value(X.tolist(), np.ones((3, 2))) is None
 
 
 def test_two_points_tell_no_curvature_and_no_bottom() -> None:
     two, ends = [-0.3, 0.3], PARABOLA[[0, 2]]
     assert along(two, ends).curvature is None
     assert bottom_in_value(two, ends) is None
+
+
+@pytest.mark.parametrize("curvature", [2.0, 0.1])
+def test_sub_batches_that_are_all_the_same_prove_a_bottom_however_flat(curvature: float) -> None:
+    losses = np.stack([curvature * (np.exp(X) - 1.2) ** 2 / 2] * 2, axis=1)
+    assert bottom_in_value(X.tolist(), losses) == pytest.approx(math.log(1.2))
 
 
 @pytest.mark.parametrize(("sub_batches", "least"), [(8, 3.0), (4, 4.64), (2, 56.5)])
