@@ -133,6 +133,14 @@ def test_where_nothing_fades_p_is_large_and_keeps_its_sign(make: Any, momentum: 
     assert torch.equal(torch.as_tensor(read(optimizer, parameter)), torch.as_tensor(read(nearly, other)))
 
 
+def test_a_variance_that_rounding_makes_negative_is_0() -> None:
+    """As of a gradient that hardly changes, whose mean square is the square of its mean."""
+    optimizer, parameter, _ = trained(lambda p: torch.optim.RMSprop(p, lr=0.1, eps=0.01, centered=True), [GRADIENT])
+    state = optimizer.state[parameter]
+    state["grad_avg"].copy_(state["square_avg"].sqrt() * 1.0001)
+    torch.testing.assert_close(read(optimizer, parameter), torch.full_like(GRADIENT, 0.1 / 0.01))
+
+
 def test_before_the_first_step_there_is_nothing_to_read_but_for_sgd() -> None:
     parameter = nn.Parameter(torch.zeros(3))
     assert read(torch.optim.AdamW([parameter], lr=0.1), parameter) is None
@@ -209,7 +217,9 @@ class Noting(SignDescent):
 def test_a_state_of_no_parameter_is_a_state() -> None:
     optimizer, *_ = trained(Noting, [GRADIENT])
     assert not keeps_nothing(optimizer)
+    assert not keeps_nothing(trained(Homemade, [GRADIENT])[0])
     assert keeps_nothing(trained(Looking, [GRADIENT])[0])
+    assert keeps_nothing(trained(lambda p: SGD(p, lr=0.1), [GRADIENT])[0])
 
 
 @pytest.mark.parametrize("make", [Homemade, SignDescent, Looking, lambda p: torch.optim.Adadelta(p, lr=0.1)])
@@ -219,6 +229,17 @@ def test_an_unknown_optimizer_is_taken_for_plain_descent_and_named_once(make: Ma
         assert read(optimizer, parameter) == 0.1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        assert read(optimizer, parameter) == 0.1
+
+
+@pytest.mark.parametrize("odd", ["state", "eps"])
+def test_means_of_squares_with_another_arithmetic_are_none_that_is_known(odd: str) -> None:
+    optimizer, parameter, _ = trained(lambda p: torch.optim.Adam(p, lr=0.1), [GRADIENT])
+    if odd == "state":
+        optimizer.state[parameter]["exp_avg_sq"] = torch.tensor(4.0)  # one for all elements, as NovoGrad's
+    else:
+        optimizer.param_groups[0]["eps"] = (1e-30, 1e-3)  # as Adafactor's of Transformers
+    with pytest.warns(UserWarning, match="does not know how Adam scales gradients"):
         assert read(optimizer, parameter) == 0.1
 
 
@@ -251,6 +272,13 @@ def test_whether_decay_acts_on_the_weights_is_as_torch_does_it(make: Make, want:
     parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     torch.testing.assert_close(before - parameter.detach(), float(group["lr"]) * 0.3 * before, rtol=1e-6, atol=1e-12)
+
+
+def test_of_what_is_named_adamw_nothing_is_said() -> None:
+    optimizer, _, _ = trained(type("AdamW8bit", (Homemade,), {}), [])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert decoupled(optimizer, optimizer.param_groups[0])
 
 
 def test_an_unknown_optimizers_decay_is_taken_for_decoupled_and_named_once() -> None:
