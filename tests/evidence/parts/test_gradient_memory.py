@@ -295,6 +295,21 @@ def test_a_pass_that_gave_no_gradient_costs_its_block() -> None:
         assert (found[k].slope, found[k].stderr) == pytest.approx(want[k], rel=1e-4)
 
 
+def test_a_group_all_of_whose_blocks_were_left_out_has_no_slope() -> None:
+    gradients = course(16)
+    gradients[::4] = math.nan
+    record = traces()
+    feed(record, gradients, range(16))
+    assert judged(record) == {}
+
+
+def test_what_rests_since_the_window_was_taken_up_again_saves_no_slope() -> None:
+    record = Dots(home(), 2, 1, 50)
+    record.open(lambda: torch.tensor(AIM, dtype=torch.float32))
+    feed(record, course(8), range(8))
+    assert set(record.close((), WIDTHS * [1.0, 0.0], lambda: None)) == {0}
+
+
 def test_a_direction_that_is_not_finite_is_not_told_and_costs_nothing() -> None:
     gradients = course(16)
     record = traces()

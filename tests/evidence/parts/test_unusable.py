@@ -25,6 +25,15 @@ def test_a_sub_batch_that_is_finite_nowhere_is_told_at_once() -> None:
         Unusable().look(0, at(*((point, 1) for point in range(4))), 2)
 
 
+def test_a_sub_batch_that_is_finite_nowhere_is_not_one_that_is_finite_at_some_points() -> None:
+    own = Unusable()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for window in range(WINDOWS):
+            own.look(window, at(*((point, 1) for point in range(4))), 2)
+    assert ["at any weights" in str(warning.message) for warning in caught] == [True] * WINDOWS
+
+
 def test_points_that_are_not_finite_in_several_windows_on_end_are_told_once() -> None:
     own = Unusable()
     for window in range(WINDOWS - 1):
