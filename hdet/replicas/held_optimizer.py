@@ -241,6 +241,8 @@ def load(optimizer: Optimizer, state: dict[str, Any]) -> None:
     groups = [dict(group) for group in optimizer.param_groups]
     optimizer.load_state_dict(copy.deepcopy(state))
     for parameter, before in zip(parameters_of(optimizer), states, strict=True):
+        own = optimizer.state.get(parameter, {})
+        own.update({key: tensors.at_home(value, parameter) for key, value in own.items() if isinstance(value, Tensor)})
         if before:
             _keep(optimizer.state[parameter], before)
     for group, before in zip(optimizer.param_groups, groups, strict=True):

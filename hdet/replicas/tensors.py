@@ -48,6 +48,26 @@ def sharded_as(part: Tensor, live: Tensor) -> Tensor:
     )
 
 
+def at_home(tensor: Tensor, live: Tensor) -> Tensor:
+    """A sharded tensor in the mesh that the live one lies in, sharing its memory, where these are of the same ranks.
+
+    A mesh that was pickled has the names that its groups had in another process, where they may be of other ranks here.
+    """
+    mesh = getattr(live, "device_mesh", None)
+    if mesh is None or getattr(tensor, "device_mesh", None) != mesh:
+        return tensor
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local(tensor),
+        mesh,
+        tensor.placements,  # type: ignore[attr-defined]
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor sharded over ranks (a collective of these), any other tensor as it is."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

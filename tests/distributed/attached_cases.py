@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hdet
 from hdet.controllers import Hold
 from hdet.errors import CheckpointError, ConfigError, StepError
+from hdet.nested import flat
 from hdet.replicas.distributed import own_gradient
 
 STEPS, WINDOW, WIDTH = 24, 4, 8
@@ -711,6 +712,24 @@ def sharded_and_resumed(saved_at: int, chained: bool) -> tuple[Found, Found]:
         history = told(search)
         found.append({"history": history[-3:], "weights": ends(model, optimizer)})
     return found[0], found[1]
+
+
+def among_other_groups(path: str, saved_at: int, others: int) -> Found:
+    """A run whose state rank 0 keeps in a file, or, among so many other groups, the same gone on with from there."""
+    for _ in range(others):
+        dist.new_group([0, 1])
+    model = hsdp(network())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, foreach=False)
+    search = attach(model, optimizer, micro_batches=1)
+    if others:
+        search.all_ranks.load_state_dict(torch.load(path, weights_only=True))
+    else:
+        loop(model, optimizer, search, 1, quiet=False, alike=False, steps=range(saved_at))
+        state = search.all_ranks.state_dict()
+        if dist.get_rank() == 0:
+            torch.save(state, path)
+    held = [full(value) for value in flat(search.state_dict(), "/").values() if hasattr(value, "full_tensor")]
+    return {"ends": ends(model, optimizer), "held": held}
 
 
 def part_of_another_rank() -> str:

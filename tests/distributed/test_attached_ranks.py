@@ -266,6 +266,18 @@ def test_fully_sharded_the_state_of_all_ranks_is_gone_on_with(saved_at: int, cha
         assert resumed["history"] == whole["history"]
 
 
+@pytest.mark.parametrize("saved_at", [2 * attached.WINDOW, 2 * attached.WINDOW + 2], ids=["window's end", "mid-window"])
+def test_a_state_on_a_mesh_is_gone_on_with_where_groups_have_other_names(
+    saved_at: int, tmp_path: Path, assert_same: Any
+) -> None:
+    """A group's name is its number in the process: moments of a file would be gathered over the groups of that name."""
+    path = str(tmp_path / "search.pt")
+    saved = launch(attached.among_other_groups, 4, path, saved_at, 0)
+    found = launch(attached.among_other_groups, 4, path, saved_at, 3)
+    assert saved[0]["held"]
+    assert_same(found, saved)
+
+
 def test_another_ranks_part_of_a_sharded_model_is_refused() -> None:
     first, second = launch(attached.part_of_another_rank, 2)
     assert first == "another process cannot load its state; this one's search is as it was"
