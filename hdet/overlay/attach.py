@@ -43,6 +43,8 @@ from hdet.recipes.recommended import DEFAULT_GUARD, DEFAULT_TAIL, choose, descri
 from hdet.record import WindowRecord
 from hdet.replicas import Replicas, tensors
 from hdet.replicas.chained_optimizer import chained
+from hdet.replicas.distributed import fully_sharded
+from hdet.replicas.parallel import world
 from hdet.signals import Objective, Probe
 from hdet.windows import GrowingWindow, Windows
 
@@ -216,6 +218,8 @@ def attach(
             stride=stride,
             warmup_steps=warmup_steps,
             window=window,
+            # A mesh whose sharded dimension is 1: the loop's gradients are those of all ranks, and no hook sees one's.
+            unseen=replicas is None and world() > 1 and fully_sharded.used(model),
         )
         explored = [_relative(choice.knob, found, optimizer, model, course_of) for choice in choices if choice.knob]
         searched_rate = any(isinstance(knob, LearningRate) for knob in explored)

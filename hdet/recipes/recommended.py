@@ -83,6 +83,7 @@ def choose(
     stride: int | None = None,
     warmup_steps: int | None = None,
     window: int | Windows | None = None,
+    unseen: bool = False,
 ) -> list[Choice]:
     """What the recipe explores on this model and optimizer, and why; nothing is changed.
 
@@ -101,6 +102,8 @@ def choose(
             run's, at most 300. 0 leaves schedules as they are.
         window: of the run; by default a `GrowingWindow`. One whose first end comes too late to look ahead is not
             entered with caution.
+        unseen: whether a replica's own gradient is seen by nobody, as under a `fully_shard` that averages it and
+            holds it whole.
 
     Raises:
         ConfigError: `exclude` names a knob that the recipe does not have, or one that `knobs` declares; `warmup_steps`
@@ -127,7 +130,7 @@ def choose(
         for groups, course in rates.items()
     ]
     choices.append(_decay(optimizer, stride))
-    sharded = refusals.sharded(model)
+    sharded = unseen or refusals.sharded(model)
     choices += _dropouts(model, optimizer, sharded, objective)
     choices.append(_forward(LabelSmoothing(), model, optimizer, sharded, objective))
     return _adapted(choices, knobs, exclude)

@@ -438,6 +438,19 @@ def large_network() -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
+def whole_on_a_mesh() -> tuple[list[str], list[str]]:
+    """The knobs of a model that `fully_shard` averages over ranks and cuts nowhere, and the warnings of a run."""
+    model = network()
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard")))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, foreach=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        search = attach(model, optimizer, micro_batches=1)
+        loop(model, optimizer, search, 1, quiet=False, alike=False)
+    told = [str(warning.message) for warning in caught if "backward" in str(warning.message)]
+    return sorted(search.shifts), told
+
+
 def large_and_sharded() -> list[str]:
     """The knobs of a large model of which each rank holds a part."""
     model = fsdp(large_network())

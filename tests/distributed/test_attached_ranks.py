@@ -168,6 +168,11 @@ def test_a_large_model_in_parts_keeps_one_rate() -> None:
     assert launch(attached.large_and_sharded, 2) == [["learning_rate"]] * 2
 
 
+def test_dropout_is_left_alone_where_fully_shard_averages_whole_gradients() -> None:
+    """No hook on a parameter sees what a rank's own backward gives it."""
+    assert launch(attached.whole_on_a_mesh, 2) == [(["learning_rate", "weight_decay"], [])] * 2
+
+
 def test_it_is_the_explicit_loop_on_ranks_bit_for_bit(assert_same: Any) -> None:
     [own, _] = launch(attached.learned, 2, "ddp", 1, False, "together")
     [written, _] = launch(attached.explicit, 2)
