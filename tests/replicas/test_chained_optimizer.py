@@ -379,7 +379,8 @@ def test_ranks_are_told_apart_by_the_parts_of_their_chains() -> None:
     model, optimizer = build()
     other = hdet.ChainedOptimizer(*(torch.optim.Adagrad(group["params"]) for group in optimizer.param_groups))
     told = [described(model, chain, 1, "")["optimizer"] for chain in (optimizer, other)]
-    assert told == ["SGD of [2] and AdamW of [2]", "Adagrad of [2] and Adagrad of [2]"]
+    matrices, rest = [["0.weight", "2.weight"]], [["0.bias", "2.bias"]]
+    assert told == [f"SGD of {matrices} and AdamW of {rest}", f"Adagrad of {matrices} and Adagrad of {rest}"]
 
 
 def test_a_state_that_cannot_be_known_is_not_guessed() -> None:
