@@ -176,8 +176,9 @@ class ContrastCollector(Collector):
         if not self.deaf:
             self.deaf = True
             warn(
-                f"no backward pass ran inside `with replica:` in step {step}, so Contrast sees no gradient of replica "
-                f"{replica.index} and learns nothing from such steps; call loss.backward() inside the block (said once)"
+                f"what the optimizer trains had no gradient in step {step}, so Contrast learns nothing of replica "
+                f"{replica.index} from such steps: give the optimizer the parameters that the model has now; in a loop "
+                f"written for the engine, call loss.backward() inside `with replica:` (said once)"
             )
 
     def miss(self, replica: Replica, step: int) -> None:

@@ -128,19 +128,15 @@ class Anchor:
         """The anchored values of some of the model's parameters; those that nothing changes are the model's own.
 
         Raises:
-            StepError: the model does not hold one of them any more, or had not when this was made.
+            StepError: the model does not hold one of them any more, or had not when this was made, or has it with
+                another shape.
         """
         place = {id(parameter): number for number, parameter in enumerate(self._order)}
-        own = {id(parameter) for parameter in self._walk.every()}
-        gone = sum(id(parameter) not in own for parameter in parameters)
-        if gone:
-            raise StepError(
-                f"{gone} of the parameters that were trained as this window opened are the model's no more, as where a "
-                f"layer was replaced, or a parameter by one of another size; replace them before the engine is made, "
-                f"or hdet attached, or call search.detach() before it and hdet.attach after it"
-            )
+        there = {id(parameter) for parameter in self._walk.every()}
         held = [self._parameters.get(place.get(id(parameter), -1)) for parameter in parameters]
-        pairs = zip(held, parameters, strict=True)
+        pairs = list(zip(held, parameters, strict=True))
+        grown = [p for own, p in pairs if own is not None and own.shape != tensors.local(p).shape]
+        refuse_gone({*(id(p) for p in parameters if id(p) not in there), *map(id, grown)})
         return [tensors.local(parameter.detach()) if own is None else own for own, parameter in pairs]
 
     def origin(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
@@ -276,6 +272,20 @@ class Anchor:
             pairs = self._pairs(self._model)
             tensors.copy_([held for _, held in pairs], [live for live, _ in pairs])
         self._state.load_state_dict(state["optimizer"])
+
+
+def refuse_gone(gone: Collection[Any]) -> None:
+    """Go on where no parameter is another one, or has another shape, than as the window opened.
+
+    Raises:
+        StepError: some have.
+    """
+    if gone:
+        raise StepError(
+            f"{len(gone)} of the parameters that were trained as this window opened are the model's no more, as where "
+            f"a layer was replaced, or a parameter by one of another size; replace them before the engine is made, or "
+            f"hdet attached, or call search.detach() before it and hdet.attach after it"
+        )
 
 
 def copied_state(model: nn.Module, leave_out: Collection[str] = ()) -> dict[str, Any]:

@@ -95,6 +95,32 @@ def test_what_is_replaced_under_way_is_named(replaced: str) -> None:
         loop(model, optimizer, search=search)
 
 
+@pytest.mark.parametrize("explored", ["all, in many matrices", "learning_rate", "dropout"])
+def test_a_parameter_that_grows_under_way_is_named(explored: str) -> None:
+    """As a table whose rows become more: `parameter.data` is another tensor in the same parameter."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    kinds = {"weight_decay", "learning_rate", "dropout"}
+    exclude = [] if explored.startswith("all") else sorted(kinds - {explored})
+    search = attached(model, optimizer, exclude=exclude)
+    loop(model, optimizer, search=search, stop=7)
+    model[3].weight.data = torch.zeros(4, 16)
+    model[3].bias.data = torch.zeros(4)
+    with pytest.raises(StepError, match=r"^2 of the parameters that were trained .* one of another size"):
+        loop(model, optimizer, search=search, start=7)
+
+
+def test_layers_that_the_optimizer_does_not_train_are_named() -> None:
+    """All of them were replaced, and so none that the optimizer holds has a gradient."""
+    model = network()
+    optimizer = adamw(model)
+    search = attached(model, optimizer)
+    for place in (0, 3):
+        model[place] = copy.deepcopy(model[place])
+    with pytest.warns(UserWarning, match=r"give the optimizer the parameters that the model has now"):
+        loop(model, optimizer, search=search, stop=2)
+
+
 def test_several_optimizers_and_line_searches_are_refused() -> None:
     model = network()
     with pytest.raises(ConfigError, match="one optimizer, got several"):

@@ -15,6 +15,7 @@ from hdet.errors import ConfigError
 from hdet.evidence.parts.sketch import Sketch
 from hdet.hparams.param_groups import parameters_of
 from hdet.replicas import tensors
+from hdet.replicas.anchor import refuse_gone
 
 TOGETHER = 2**16
 """Elements up to which small tensors are joined before they are folded."""
@@ -143,6 +144,7 @@ class GradientSketch:
         if len(present) < len(gradients) or any(own.layout != torch.strided for own in present):
             return None
         whole: Tensor = _flatten_dense_tensors(present)
+        self._refuse_grown(whole, present, 0)
         torch._foreach_mul_(whole.split(self._lengths), numbers)
         return whole
 
@@ -175,7 +177,9 @@ class GradientSketch:
             own = self.parameters[0][run.first : run.stop]
             pairs = zip(gradients, own, strict=True)
             present = [torch.zeros_like(p) if gradient is None else gradient for gradient, p in pairs]
-        self._add(target, _flat(present), run.position, rate)
+        flat = _flat(present)
+        self._refuse_grown(flat, present, run.first)
+        self._add(target, flat, run.position, rate)
 
     @torch.no_grad()
     def fold_(self, target: Tensor, numbers: Sequence[int], gradients: Sequence[Tensor], rates: Sequence[Rate]) -> None:
@@ -186,10 +190,23 @@ class GradientSketch:
             number = numbers[order[place - 1]]
             follows = place < len(order) and numbers[order[place]] == number + 1
             if not follows or self._kinds[number + 1] != self._kinds[number]:
-                joined = order[first:place]
-                rate = rates[self._groups[number]]
-                self._add(target, _flat([gradients[i] for i in joined]), self._positions[numbers[joined[0]]], rate)
+                joined = [gradients[i] for i in order[first:place]]
+                begun = numbers[order[first]]
+                flat = _flat(joined)
+                self._refuse_grown(flat, joined, begun)
+                self._add(target, flat, self._positions[begun], rates[self._groups[number]])
                 first = place
+
+    def _refuse_grown(self, flat: Tensor, gradients: Sequence[Tensor], first: int) -> None:
+        """Go on with a vector of consecutive parameters' gradients, from the number `first` on.
+
+        Raises:
+            StepError: some are longer or shorter than their parameters were.
+        """
+        stop = first + len(gradients)
+        if flat.numel() != self._positions[stop] - self._positions[first]:
+            pairs = zip(gradients, self._counts[first:stop], strict=True)
+            refuse_gone([gradient for gradient, count in pairs if tensors.local(gradient).numel() != count])
 
     def _add(self, target: Tensor, flat: Tensor, position: int, rate: Rate) -> None:
         if isinstance(rate, Tensor):
