@@ -40,8 +40,8 @@ WENT_BACK = {
     "restarted": "the first steps were far too large",
 }
 """Why model and optimizer are those of an earlier step again, by the fault's kind."""
-STEPLESS = 100
-"""Times on end that gradients were dropped without a step; a GradScaler's search for its scale is over long before."""
+STEPLESS = 10
+"""Times on end that gradients were dropped and the weights written, without a step of the optimizer."""
 
 
 class Riding:
@@ -87,7 +87,8 @@ class Riding:
         self._odd_steps = 0  # on end, with another number of passes than was counted
         self._left_out = 0  # steps of this window of which nothing was learnt about the forward pass
         self._stepping = False  # update knobs are in force for an optimizer's step
-        self._writes_seen = -1  # as the optimizer last stepped
+        self._writes_seen = -1  # as the last of the passes began, or the optimizer last stepped
+        self._written = 0  # times on end that passes led to no step and the weights were written
         self._busy = False  # the engine is at work, and passes are its own
         self._found_alone = world() == 1 and not given_place
         self.take_seats(1 if micro_batches is None else micro_batches)
@@ -177,12 +178,8 @@ class Riding:
         self._refuse_late_ranks()
         self._follow(settled=False)
         self.passes.begin()
-        if self.passes.dropped >= STEPLESS and self._writes() != self._writes_seen:  # else nothing is trained meanwhile
-            self.warn(
-                f"{STEPLESS} times on end the loop has dropped its gradients without a step of the "
-                f"{type(self.optimizer).__name__} that hdet.attach was given, so nothing is explored: if the loop "
-                f"steps another optimizer, attach to that one, after it is made"
-            )
+        if self.passes.dropped:
+            self._notice_written()
 
     def after_forward(self, output: object) -> None:
         """The model has returned."""
@@ -238,7 +235,7 @@ class Riding:
             self.lending.take_out_forward()
             self.lending.take_out_update()
             self.passes.begin_step()
-            self.passes.dropped = 0
+            self.passes.dropped = self._written = 0
             self._writes_seen = self._writes()
         self._tell(record)
 
@@ -388,6 +385,17 @@ class Riding:
     def _explores_forward(self) -> bool:
         return any(k.spec.acts_on == "forward" and k.spec.spread.width for k in self.engine.knobs)
 
+    def _notice_written(self) -> None:
+        """Say it once where something else than the optimizer keeps changing the weights that it trains."""
+        before, self._writes_seen = self._writes_seen, self._writes()
+        self._written += self._writes_seen != before  # else nothing is trained meanwhile
+        if self._written == STEPLESS:
+            self.warn(
+                f"{STEPLESS} times on end the loop has dropped its gradients, and changed the weights, without a step "
+                f"of the {type(self.optimizer).__name__} that hdet.attach was given, so nothing is explored: if the "
+                f"loop steps another optimizer, attach to that one, after it is made"
+            )
+
     def _notice_untraced(self) -> None:
         """Say it once where a pass may be another one: the backward of the one before cannot be seen."""
         if self.passes.untraced:
@@ -473,7 +481,8 @@ class Riding:
                 f"the optimizer is to step, and hdet has seen no training pass since its last step: the loop is to "
                 f"call the {type(self.model).__name__} that hdet.attach was given, in train mode and with gradients "
                 f"enabled. Attach to the model that the loop calls, wrapped or compiled as it is, before its first "
-                f"call; or, where it calls parts of it one by one, run each pass by search.training_pass(run), whose "
+                f"call; if it calls it inside torch.utils.checkpoint, give that use_reentrant=False; or, where it "
+                f"calls parts of it one by one, run each pass by search.training_pass(run), whose "
                 f"run() returns the loss; or leave out what is judged by passes: exclude={names}"
             )
 

@@ -402,11 +402,8 @@ def test_gradients_that_are_looked_at_between_steps_are_no_sign_of_another_optim
         for step in range(120):
             loss_of(model, batch(step)).backward()
             optimizer.zero_grad()
-    loss_of(model, batch(0)).backward()
-    adamw(model).step()
-    optimizer.zero_grad()
     with pytest.warns(UserWarning, match="without a step of the AdamW that hdet.attach was given"):
-        model(batch(1)[0])
+        loop(model, adamw(model), stop=12)
 
 
 def test_layers_that_have_no_shape_yet_are_named() -> None:
@@ -416,18 +413,23 @@ def test_layers_that_have_no_shape_yet_are_named() -> None:
         hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS)
 
 
-def test_an_optimizer_that_the_loop_does_not_step_is_noticed() -> None:
-    """As where a trainer makes its optimizer anew after the search was attached."""
+@pytest.mark.parametrize("zeroed", ["after the step", "before backward"])
+def test_an_optimizer_that_the_loop_does_not_step_is_noticed(zeroed: str) -> None:
+    """As where a trainer makes its optimizer anew after the search was attached; within a dozen steps."""
     model = network()
     attached = torch.optim.AdamW(model.parameters(), lr=0.01)
     search = hdet.attach(model, attached, probe=probe(), total_steps=STEPS, quiet=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
     def loop() -> None:
-        for step in range(150):
-            search.loss(loss_of(model, batch(step))).backward()
+        for step in range(12):
+            loss = search.loss(loss_of(model, batch(step)))
+            if zeroed == "before backward":
+                optimizer.zero_grad()
+            loss.backward()
             optimizer.step()
-            optimizer.zero_grad()
+            if zeroed == "after the step":
+                optimizer.zero_grad()
 
     with pytest.warns(UserWarning, match="without a step of the AdamW that hdet.attach was given") as told:
         loop()

@@ -11,6 +11,8 @@ import pytest
 import torch
 from attach_parts import adamw, attached, batch, loop, loss_of, network
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import hdet
 from hdet.errors import ConfigError, StepError
@@ -22,6 +24,24 @@ def test_a_model_that_is_not_the_one_attached_to_is_an_error() -> None:
     attached(nn.Sequential(model), optimizer)
     with pytest.raises(StepError, match=r"call the Sequential that hdet\.attach was given, in train mode"):
         loop(model, optimizer)
+
+
+def test_a_model_that_is_checkpointed_as_a_whole_needs_no_reentrance() -> None:
+    """A reentrant checkpoint runs the model without gradients, and with them in backward alone."""
+    model = network()
+    optimizer = adamw(model)
+    search = attached(model, optimizer, total_steps=4)
+    for step, reentrant in ((0, False), (1, False), (2, True)):
+        inputs, labels = batch(step)
+        logits: Tensor = checkpoint(model, inputs.requires_grad_(), use_reentrant=reentrant)
+        search.loss(F.cross_entropy(logits, labels)).backward()
+        if reentrant:
+            with pytest.raises(StepError, match=r"inside torch\.utils\.checkpoint, give that use_reentrant=False"):
+                optimizer.step()
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+    assert search.engine.step_count == 2
 
 
 def test_a_scheduler_nobody_spoke_of_is_an_error() -> None:
