@@ -37,6 +37,8 @@ from hdet.hparams.param_groups import ids_of
 from hdet.integrations.lightning_probe import judge
 
 OPTIONS = frozenset(inspect.signature(attach).parameters) - {"model", "optimizer", "probe"}
+FIRST = 5
+"""Optimizer steps by which a module that accumulates by hand is known."""
 
 
 class Search(Callback):
@@ -110,6 +112,7 @@ class Search(Callback):
         self._restored: dict[str, Any] | None = None
         self._closed: list[WindowRecord] = []
         self._stepped = False
+        self._batches = self._steps = 0  # since training started
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forget what an evaluation's `ckpt_path` has brought, and the search of an earlier `fit`."""
@@ -120,6 +123,7 @@ class Search(Callback):
         """Attach: models are wrapped, optimizers are made and restored."""
         _refuse(trainer)
         restored, self._restored = self._restored, None
+        self._batches = self._steps = 0
         self._began_at = restored["began_at"] if restored is not None else trainer.global_step
         index = self._index(trainer)
         optimizer = trainer.optimizers[index]
@@ -153,8 +157,11 @@ class Search(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log what has closed."""
+        self._batches += 1
         if self._stepped and self.search is not None:
             self.search.drop_passes()
+            self._steps += 1
+            self._notice_accumulation(trainer, pl_module)
         self._stepped = False
         for record in self._closed:
             told = metrics(record)
@@ -239,6 +246,16 @@ class Search(Callback):
             "the Trainer does not know its length (no max_steps, and no end of epochs); give Trainer(max_steps=...) or "
             "hdet.lightning.Search(total_steps=...)"
         )
+
+    def _notice_accumulation(self, trainer: Trainer, module: LightningModule) -> None:
+        """Say it, after the first steps, where they are fewer than the run's length was worked out from."""
+        by_epochs = not module.automatic_optimization and self._total_steps is None and trainer.max_steps < 0
+        if by_epochs and self._steps == FIRST and self._batches >= 2 * FIRST:
+            warn(
+                f"training_step made {FIRST} optimizer steps in {self._batches} batches, and the Trainer counts the "
+                f"steps of its epochs as if each batch had one, so the search takes the run for longer than it is; "
+                f"give hdet.lightning.Search(total_steps=...), in optimizer steps"
+            )
 
     def _ride_on(self, trainer: Trainer) -> None:
         """A training step is a pass: it may call parts of the module one by one, and never the module itself."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,32 @@ def test_the_loss_of_a_module_that_steps_by_itself_is_heard(tmp_path: Path) -> N
     fit(tmp_path, Manual(), explored)
     assert len(explored.search.history) >= 1
     assert all(loss is not None for record in explored.search.history for loss in record.losses)
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_module_that_accumulates_by_hand_is_to_say_its_steps(told: bool, tmp_path: Path) -> None:
+    """Its Trainer counts one for each batch."""
+
+    class Accumulating(Classifier):
+        def __init__(self) -> None:
+            super().__init__("none")
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, index: int) -> None:
+            self.manual_backward(self.loss(batch))
+            if index % 2:
+                optimizer = self.optimizers()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    explored = search(total_steps=PER_EPOCH) if told else search()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        fit(tmp_path, Accumulating(), explored, epochs=2)
+    counted = [str(one.message) for one in said if "as if each batch had one" in str(one.message)]
+    assert len(counted) == (not told)
+    assert explored.search.engine.step_count == PER_EPOCH
+    assert explored.search.finished == told
 
 
 def test_a_probe_that_is_the_training_data_is_warned_of(tmp_path: Path) -> None:
