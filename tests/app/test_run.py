@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 import hdet
 from hdet.app.run import Run, RunConfig, RunFolder, Watcher
 from hdet.app.run.plain import train_plain
-from hdet.errors import CheckpointError, ConfigError, HdetError, MatchError
+from hdet.errors import CheckpointError, ConfigError, HdetError, MatchError, MissingExtraError
 from hdet.files import replace
 from hdet.history import WindowRecord
 
@@ -591,6 +591,16 @@ def test_a_run_without_knobs_draws_nothing(tmp_path: Path) -> None:
     result = Run(RunConfig.from_dict({**DIGITS, "knobs": []}), tmp_path / "run")()
     assert result.knobs == []
     assert not (tmp_path / "run" / "bases.png").exists()
+
+
+@pytest.mark.parametrize("knobs", [None, ["learning_rate"]])
+def test_without_matplotlib_a_run_that_draws_is_refused_before_training(
+    knobs: list[str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hdet.app.run.runner.find_spec", {}.get)
+    with pytest.raises(MissingExtraError, match=r"^matplotlib is not installed; .*hdet\[cli\]"):
+        Run(RunConfig.from_dict({**DIGITS, "knobs": knobs}), tmp_path / "run")
+    Run(RunConfig.from_dict({**DIGITS, "knobs": []}), tmp_path / "run")
 
 
 def test_a_run_evaluates_its_own_training_loss_where_evidence_asks_for_it(tmp_path: Path) -> None:

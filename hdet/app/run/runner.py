@@ -91,7 +91,7 @@ class Run:
     """
 
     def __init__(self, config: RunConfig, out: Path | str, *, force: bool = False, resume: bool = False) -> None:
-        if config.knobs and find_spec("matplotlib") is None:
+        if config.knobs != () and find_spec("matplotlib") is None:  # None: recommended ones
             raise MissingExtraError("matplotlib", "cli")  # now, and not after hours of training
         self.config = config
         self.folder = RunFolder(out)
