@@ -20,24 +20,25 @@ from hdet.app.report import report
 from hdet.app.run.config import RunConfig
 from hdet.app.run.display import Display, show_result
 from hdet.app.run.folder import RunFolder
-from hdet.app.run.launching import INTERRUPTED, launch, leads, led, ranks, restarted, shared_out
+from hdet.app.run.launching import GOES_ON, ended_early, launch, leads, led, ranks, restarted, shared_out, terminable
 from hdet.app.run.runner import Run
 from hdet.app.study.command import ablate
 from hdet.app.watch import watch
 from hdet.recipes.recommended import describe
 
 WIDE = 110
+COMPARES_ANEW = "; the run is over, and --resume --compare begins the one without hdet anew"
 
 
 class Commands(TyperGroup):
-    """Tells of an interrupt that a command did not tell of, which typer passes over in silence."""
+    """Ends by SIGTERM as by Ctrl-C, and tells of both where a command did not: typer passes over them in silence."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            raise typer.Exit(INTERRUPTED) from None
+            with terminable():
+                return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            raise typer.Exit(ended_early(error)) from None
 
 
 application = typer.Typer(
@@ -118,9 +119,9 @@ def _run(declared: RunConfig, folder: Path, *, compare: bool, force: bool, resum
         console.print(describe(choices, guard=declared.guard, tail=declared.tail), markup=False, soft_wrap=True)
     try:
         result = prepared(compare=compare, watcher=Display(console))
-    except KeyboardInterrupt:
-        print("interrupted; --resume goes on from the end of the last window", file=sys.stderr)
-        raise typer.Exit(INTERRUPTED) from None
+    except KeyboardInterrupt as error:
+        trained = prepared.folder.result.exists()
+        raise typer.Exit(ended_early(error, COMPARES_ANEW if trained else GOES_ON)) from None
     show_result(console, result, prepared.folder)
 
 

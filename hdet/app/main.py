@@ -24,8 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; `python -m hdet` and the script `hdet` both come here.
 
     Exits with 0 when all went well, 2 when something given cannot be (nothing was written then), 1 when a
-    run failed, 130 when it was interrupted. `--debug`, anywhere on the line, shows an error's traceback and
-    the place of a warning.
+    run failed, 130 when it was interrupted, 143 when it was terminated (SIGTERM). `--debug`, anywhere on the
+    line, shows an error's traceback and the place of a warning.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     rest = [argument for argument in given if argument != DEBUG]

@@ -19,7 +19,7 @@ import hdet
 import hdet.app.run
 from hdet.app.commands import application
 from hdet.app.main import main
-from hdet.app.run.display import Display, show_result
+from hdet.app.run.display import TITLES, Display, show_result
 from hdet.app.run.folder import RunFolder
 from hdet.app.run.runner import Result
 from hdet.history import WindowRecord
@@ -228,19 +228,70 @@ def test_a_run_that_fails_exits_1(declared: Path, capsys: pytest.CaptureFixture[
     assert "non_finite" in said.out, "faults are told as they happen"
 
 
+def signalled(end: signal.Signals) -> None:
+    """This process, which must not be ended by it outright."""
+    assert signal.getsignal(end) is not signal.SIG_DFL
+    os.kill(os.getpid(), end)
+
+
+ENDS = pytest.mark.parametrize(
+    ("end", "word", "code"), [(signal.SIGINT, "interrupted", 130), (signal.SIGTERM, "terminated", 143)]
+)
+
+
+@ENDS
 def test_an_interrupt_says_how_to_go_on(
-    declared: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    end: signal.Signals,
+    word: str,
+    code: int,
+    declared: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def interrupted(self: Display, done: int, losses: object) -> None:
         if done == 10:
-            raise KeyboardInterrupt
+            signalled(end)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(Display, "step", interrupted)
-        assert run("digits.yaml") == 130
-    assert "--resume" in capsys.readouterr().err
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest may be in the background
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(Display, "step", interrupted)
+            assert run("digits.yaml") == code
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err == f"{word}; --resume goes on from the end of the last window\n"
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert run("digits.yaml", "--resume") == 0
     assert "going on from step 6" in capsys.readouterr().out
+
+
+@ENDS
+def test_an_interrupt_of_the_comparison_says_that_it_begins_anew(
+    end: signal.Signals,
+    word: str,
+    code: int,
+    declared: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(self: Display, done: int, losses: object) -> None:
+        if done == 10 and self._title == TITLES["plain"]:
+            signalled(end)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(Display, "step", interrupted)
+            assert run("digits.yaml", "--compare") == code
+    finally:
+        signal.signal(signal.SIGINT, before)
+    said = capsys.readouterr().err
+    assert said == f"{word}; the run is over, and --resume --compare begins the one without hdet anew\n"
+    kept = RunFolder(declared / "runs" / "digits").load_result()
+    assert kept is not None
+    assert kept["comparing"] is False
+    assert run("digits.yaml", "--resume", "--compare") == 0
+    assert "the same without hdet: step 1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("where", ["hdet.app.commands.RunConfig.load", "hdet.app.main._run"])

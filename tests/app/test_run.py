@@ -599,7 +599,7 @@ def test_without_matplotlib_a_run_that_draws_is_refused_before_training(
 ) -> None:
     monkeypatch.setattr("hdet.app.run.runner.find_spec", {}.get)
     with pytest.raises(MissingExtraError, match=r"^matplotlib is not installed; .*hdet\[cli\]"):
-        Run(RunConfig.from_dict({**DIGITS, "knobs": knobs}), tmp_path / "run")
+        Run(RunConfig.from_dict({**DIGITS, "gradients": "shared", "knobs": knobs}), tmp_path / "run")
     Run(RunConfig.from_dict({**DIGITS, "knobs": []}), tmp_path / "run")
 
 

@@ -123,7 +123,9 @@ def test_nobody_can_take_the_port_before_the_ranks_meet_at_it(tmp_path: Path, mo
     assert launching.launch(2, []) == 0
 
 
-def test_told_to_end_it_ends_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_told_to_end_it_ends_its_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The ranks are programs that sleep."""
     program = tmp_path / "program"
     program.write_text("#!/bin/sh\necho $$ > part$RANK\nmv part$RANK rank$RANK.pid\nexec sleep 100\n")
@@ -149,6 +151,7 @@ def test_told_to_end_it_ends_its_ranks(tmp_path: Path, monkeypatch: pytest.Monke
     finally:
         over.set()
         teller.join()
+    assert capsys.readouterr().err == "terminated; --resume goes on from the end of the last window\n"
     assert not any(alive(int(pid.read_text())) for pid in pids)
     assert signal.getsignal(signal.SIGTERM) is before
 

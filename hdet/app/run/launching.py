@@ -34,11 +34,46 @@ GRACE_SECONDS = 10.0
 """How long the other ranks get to tell what happened, once one has failed."""
 
 
+GOES_ON = "; --resume goes on from the end of the last window"
+
+
+class Terminated(KeyboardInterrupt):
+    """This process was told to end by SIGTERM, as batch systems do it, and ends as it does by Ctrl-C."""
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """A SIGTERM raises `Terminated` inside the block, unless it is handled already or this is no main thread."""
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    ):
+        yield
+        return
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise Terminated
+
+
+def ended_early(error: KeyboardInterrupt, more: str = "") -> int:
+    """Say on the error stream that this process was interrupted, or terminated, and `more`; returns the exit code."""
+    word, code = ("terminated", TERMINATED) if isinstance(error, Terminated) else ("interrupted", INTERRUPTED)
+    print(f"{word}{more}", file=sys.stderr)
+    return code
+
+
 @contextmanager
 def ranks(device: str) -> Iterator[None]:
     """The group of all ranks, where torchrun (or `launch`) has started this process as one of several."""
     end_with_launcher()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ends a rank at once: a collective that waits runs no handler
         with process_group("gloo" if torch.device(device).type == "cpu" else None):
             yield
     else:
@@ -119,17 +154,16 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
             )
             for number in range(processes)
         ]
-        before = signal.signal(signal.SIGTERM, _terminated)
         try:
-            return _waited_for(started, told)
-        except (KeyboardInterrupt, _Terminated) as error:
-            interrupted = isinstance(error, KeyboardInterrupt)
+            with terminable():
+                return _waited_for(started, told)
+        except KeyboardInterrupt as error:
+            terminated = isinstance(error, Terminated)
             for process in started:
-                process.send_signal(signal.SIGINT if interrupted else signal.SIGTERM)
+                process.send_signal(signal.SIGTERM if terminated else signal.SIGINT)
             _ended(started)
-            return INTERRUPTED if interrupted else TERMINATED
+            return ended_early(error, GOES_ON) if terminated else INTERRUPTED  # of an interrupt the first rank tells
         finally:
-            signal.signal(signal.SIGTERM, before)
             for process in started:
                 process.kill()
             for descriptor in (lifeline, held):
@@ -146,14 +180,6 @@ def end_with_launcher() -> None:
 def _wait_for_the_end(lifeline: int) -> None:
     os.read(lifeline, 1)  # nothing is ever written: it returns when the other end is closed
     os._exit(TERMINATED)  # at once: files are whole at any time, and a collective that waits hears no signal
-
-
-class _Terminated(BaseException):
-    """This process was told to end."""
-
-
-def _terminated(number: int, frame: FrameType | None) -> None:
-    raise _Terminated
 
 
 def _waited_for(started: Sequence[subprocess.Popen[bytes]], told: Sequence[IO[str]]) -> int:

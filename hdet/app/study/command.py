@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -16,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from hdet import __version__
-from hdet.app.run.launching import INTERRUPTED
+from hdet.app.run.launching import ended_early
 from hdet.app.study import pictures, pool, runner, starts, statistics, tables
 from hdet.app.study.cells import Cell, Timer, cells, shard
 from hdet.app.study.declaration import Study, file_name, label
@@ -59,9 +58,8 @@ def ablate(
     try:
         starts.make_missing(declared, runner.pending(folder, mine), partial(_print, console))
         errors = _run(console, folder, mine, jobs, shown.metrics)
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on", file=sys.stderr)
-        raise typer.Exit(INTERRUPTED) from None
+    except KeyboardInterrupt as error:
+        raise typer.Exit(ended_early(error, "; the same command goes on")) from None
     problems = summarise(folder, shown, everything)
     for metric in shown.metrics:
         text = folder.path / f"table_{file_name(metric)}.txt"

@@ -258,9 +258,11 @@ def started(tmp_path: Path, *options: str, **env: str) -> Iterator[subprocess.Po
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("jobs", ["1", "2"])
+@pytest.mark.parametrize(("jobs", "end"), [("1", signal.SIGINT), ("2", signal.SIGINT), ("2", signal.SIGTERM)])
 @pytest.mark.usefixtures("made")
-def test_an_interrupted_study_says_so_and_goes_on(ablate: Ablate, tmp_path: Path, jobs: str) -> None:
+def test_an_interrupted_study_says_so_and_goes_on(
+    ablate: Ablate, tmp_path: Path, jobs: str, end: signal.Signals
+) -> None:
     fields: dict[str, Any] = {"base": {**STUDY["base"], "steps": 120}, "seeds": 1, "baseline": {}}
     ablate("--dry-run", **fields)
     cells_ = tmp_path / "out" / "cells"
@@ -275,9 +277,13 @@ def test_an_interrupted_study_says_so_and_goes_on(ablate: Ablate, tmp_path: Path
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # pytest may be in the background
     )
     until(lambda: len(list(cells_.glob("*/checkpoint.pt"))) == int(jobs), seconds=60)
-    os.killpg(study.pid, signal.SIGINT)
-    assert study.communicate(timeout=120)[1] == "interrupted; the same command goes on\n"
-    assert study.returncode == 130
+    if end == signal.SIGINT:
+        os.killpg(study.pid, end)  # as a terminal does
+    else:
+        study.send_signal(end)
+    word, code = {signal.SIGINT: ("interrupted", 130), signal.SIGTERM: ("terminated", 143)}[end]
+    assert study.communicate(timeout=120)[1] == f"{word}; the same command goes on\n"
+    assert study.returncode == code
     assert all(free(cell) for cell in cells_.iterdir())
     assert "still to run" not in ablate(**fields)
 
