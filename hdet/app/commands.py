@@ -93,10 +93,10 @@ def run(
         shared_out(declared.replicas, processes)
         RunFolder(folder).check(declared, force=force, resume=resume)
         flags = {"--compare": compare, "--force": force, "--resume": resume}
-        arguments = ["run", str(config), "--out", str(folder), *(flag for flag, said in flags.items() if said)]
+        arguments = ["run", "--out", str(folder), *(flag for flag, said in flags.items() if said)]
         arguments += [part for assignment in changed for part in ("--set", assignment)]
         arguments += ["--seed", str(seed)] if seed is not None else []
-        raise typer.Exit(launch(processes, arguments))
+        raise typer.Exit(launch(processes, [*arguments, "--", str(config)]))  # its name may begin with a dash
     with ranks(declared.device):
         again = restarted() and led(RunFolder(folder).config.exists)
         _run(declared, folder, compare=compare, force=force and not again, resume=resume or again, again=again)

@@ -228,6 +228,15 @@ def test_a_run_that_fails_exits_1(declared: Path, capsys: pytest.CaptureFixture[
     assert "non_finite" in said.out, "faults are told as they happen"
 
 
+def test_the_ranks_are_given_a_file_whose_name_begins_with_a_dash(
+    declared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (declared / "digits.yaml").rename(declared / "-digits.yaml")
+    monkeypatch.setattr("hdet.app.commands.launch", lambda processes, arguments: main(arguments) or 0)
+    assert run("--processes", "2", "--set", "steps=6", "--out", "-here", "--", "-digits.yaml") == 0
+    assert (declared / "-here" / "result.json").exists()
+
+
 def signalled(end: signal.Signals) -> None:
     """This process, which must not be ended by it outright."""
     assert signal.getsignal(end) is not signal.SIG_DFL
