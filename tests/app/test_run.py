@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import resource
 import shutil
 from pathlib import Path
@@ -562,6 +563,15 @@ def test_a_comparison_that_is_interrupted_is_no_longer_watched(tmp_path: Path) -
         Run(CONFIG, folder)(compare=True, watcher=Interrupted())
     assert json.loads((folder / "result.json").read_text())["comparing"] is False
     assert Run(CONFIG, folder, resume=True)(compare=True).plain is not None
+
+
+def test_a_configuration_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    monkeypatch.setattr("hdet.app.run.folder.replace", full)
+    with pytest.raises(HdetError, match=rf"^{re.escape(str(tmp_path / 'run' / 'config.yaml'))} could not be written"):
+        Run(CONFIG, tmp_path / "run")()
 
 
 @pytest.mark.parametrize("room", [0, 1])

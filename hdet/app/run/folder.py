@@ -95,7 +95,12 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         for path in self._own:
             path.unlink(missing_ok=True)
-        replace(self.config, dump(config).encode())
+        try:
+            replace(self.config, dump(config).encode())
+        except OSError as error:  # a full disk's and a quota's name no file
+            raise HdetError(
+                f"{self.config} could not be written ({error}); make room, or choose another --out"
+            ) from None
 
     def save_checkpoint(self, state: dict[str, Any]) -> None:
         """Keep plain numbers and tensors from which the run can go on."""
