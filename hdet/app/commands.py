@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from typer.core import TyperGroup
 
 import hdet
@@ -15,6 +14,7 @@ from hdet.app.doctor import doctor
 from hdet.app.export import export
 from hdet.app.find import find
 from hdet.app.knobs import knobs
+from hdet.app.output import Screen
 from hdet.app.planning.command import plan
 from hdet.app.report import report
 from hdet.app.run.config import RunConfig
@@ -110,7 +110,7 @@ def _run(declared: RunConfig, folder: Path, *, compare: bool, force: bool, resum
     if not leads():
         prepared(compare=compare)
         return
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
+    console = Screen(highlight=False, width=None if sys.stdout.isatty() else WIDE)
     for split, fact in prepared.workload.facts.items():
         console.print(f"{split}: {fact}", markup=False, soft_wrap=True)
     if declared.knobs is None:

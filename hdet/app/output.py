@@ -1,12 +1,26 @@
-"""What a command writes to where it was told to."""
+"""What a command writes to where it was told to, and the screen."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
+from rich.console import Console
+
+from hdet.app.run.launching import OutputClosed
 from hdet.errors import ConfigError
+
+
+class Screen(Console):
+    """rich's console, whose output may lose its reader."""
+
+    def on_broken_pipe(self) -> NoReturn:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes as it ends
+        raise OutputClosed
 
 
 @contextmanager

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from hdet.app.output import Screen
 from hdet.app.report import reported_run
 from hdet.app.serving import PageServer
 from hdet.app.table import whole_table
@@ -57,7 +58,7 @@ def watch(
         return
     if host is not None or port is not None:
         raise ConfigError("--host and --port say where --serve is heard; say --serve too, or leave them out")
-    console = Console(highlight=False)
+    console = Screen(highlight=False)
     seen = _look(run)
     if once or not console.is_terminal:
         console.print(shown(seen))

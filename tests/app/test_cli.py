@@ -355,6 +355,23 @@ def test_the_users_own_task_and_knob_are_found_in_the_working_directory(declared
     assert "rate_of_my_own" in done.stdout
 
 
+def test_a_run_whose_output_nobody_reads_says_so_and_is_resumed(declared: Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(hdet.__file__).parents[1])}
+    command = [sys.executable, "-m", "hdet", "run", "digits.yaml", "--set", "steps=2000"]
+    with subprocess.Popen(
+        command, cwd=declared, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        while "training: step" not in process.stdout.readline():
+            assert process.poll() is None, "it ended by itself"
+        process.stdout.close()
+        said = process.stderr.read()
+    assert said == "nobody reads the output any more; --resume goes on from the end of the last window\n"
+    assert process.returncode == 141
+    assert RunFolder(declared / "runs" / "digits").load_checkpoint() is not None
+
+
 def test_a_process_killed_outright_is_resumed(declared: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(hdet.__file__).parents[1])}
     command = [sys.executable, "-m", "hdet", "run", "digits.yaml", "--set", "steps=100000", "--out", "killed"]

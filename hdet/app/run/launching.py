@@ -25,7 +25,7 @@ from hdet.replicas.parallel import world
 
 T = TypeVar("T")
 
-INTERRUPTED, TERMINATED = 130, 143
+INTERRUPTED, TERMINATED, UNREAD = 130, 143, 141
 
 LIFELINE = "HDET_LAUNCHER_PIPE"
 """The environment variable that names the end of a pipe whose other end the launcher holds."""
@@ -39,6 +39,10 @@ GOES_ON = "; --resume goes on from the end of the last window"
 
 class Terminated(KeyboardInterrupt):
     """This process was told to end by SIGTERM, as batch systems do it, and ends as it does by Ctrl-C."""
+
+
+class OutputClosed(KeyboardInterrupt):
+    """Nobody reads a command's output any more, as after `| head`: the command ends as by Ctrl-C."""
 
 
 @contextmanager
@@ -62,9 +66,14 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 
 def ended_early(error: KeyboardInterrupt, more: str = "") -> int:
-    """Say on the error stream that this process was interrupted, or terminated, and `more`; returns the exit code."""
-    word, code = ("terminated", TERMINATED) if isinstance(error, Terminated) else ("interrupted", INTERRUPTED)
-    print(f"{word}{more}", file=sys.stderr)
+    """Say on the error stream why this process ends before its time, and `more`; returns the exit code.
+
+    Of an output that nobody reads nothing is said without `more`, as the system's own commands do it.
+    """
+    kinds = {Terminated: ("terminated", TERMINATED), OutputClosed: ("nobody reads the output any more", UNREAD)}
+    word, code = kinds.get(type(error), ("interrupted", INTERRUPTED))
+    if more or code != UNREAD:
+        print(f"{word}{more}", file=sys.stderr)
     return code
 
 

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from hdet import __version__
+from hdet.app.output import Screen
 from hdet.app.run.launching import ended_early
 from hdet.app.study import pictures, pool, runner, starts, statistics, tables
 from hdet.app.study.cells import Cell, Timer, cells, shard
@@ -46,7 +47,7 @@ def ablate(
     folder = StudyFolder(out if out is not None else Path("runs") / shown.name)
     everything, timings = _planned(declared, folder, quick=quick, jobs=jobs, dry_run=dry_run, part=part)
     mine = everything if part is None else shard(everything, part)
-    console = Console(highlight=False)
+    console = Screen(highlight=False)
     if dry_run:
         _show_cost(console, folder, mine, jobs, timings)
         _print(console, *_spent(shown, everything))
