@@ -27,7 +27,7 @@ def normal_equivalent(t: float, freedom: float) -> float:
         return t
     # The square of a large t overflows; its logarithm does not.
     surprise = math.log1p(t * t / freedom) if abs(t) < 1e100 else 2.0 * math.log(abs(t)) - math.log(freedom)
-    deviate = math.sqrt(freedom * surprise) or abs(t)  # the square of a small t vanishes
+    deviate = math.sqrt(freedom * surprise) if abs(t) > 1e-150 else abs(t)  # the square of a small t vanishes
     return math.copysign(deviate * (8 * freedom + 1) / (8 * freedom + 3), t)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -53,7 +53,7 @@ class Estimate:
             where it comes from very many numbers, or nobody knows.
 
     Raises:
-        ConfigError: a standard error is below 0.
+        ConfigError: a standard error is below 0, or what is to be a number is none.
 
     >>> Estimate(slope=-0.5, stderr=0.25).t
     -2.0
@@ -79,15 +79,18 @@ class Estimate:
 
     def __post_init__(self) -> None:
         # Evidence of somebody's own may give NumPy's numbers, which neither a history nor a checkpoint can hold.
-        for name, value in vars(self).items():
-            if name == "slopes":
-                object.__setattr__(self, name, tuple(map(float, value)))
-            elif name != "averaged" and value is not None:
-                object.__setattr__(self, name, float(value))
+        for name in NUMBERS:
+            value = getattr(self, name)
+            if value is None:
+                continue
+            try:
+                object.__setattr__(self, name, tuple(map(float, value)) if name == "slopes" else float(value))
+            except (TypeError, ValueError) as error:
+                raise ConfigError(f"{name} of an Estimate is {value!r}, and no number can be made of that") from error
         for name in ("stderr", "curvature_stderr"):
-            error = getattr(self, name)
-            if error is not None and error < 0:
-                raise ConfigError(f"{name} must be at least 0, and inf where it cannot be known; got {error}")
+            given = getattr(self, name)
+            if given is not None and given < 0:
+                raise ConfigError(f"{name} must be at least 0, and inf where it cannot be known; got {given}")
 
     @classmethod
     def nothing(cls) -> Estimate:
@@ -166,6 +169,10 @@ class Estimate:
     def has_sub_batches(self) -> bool:
         """Whether there are two or more finite slopes, so that sums over windows can be kept apart by sub-batch."""
         return len(self.slopes) > 1 and all(map(math.isfinite, self.slopes))
+
+
+NUMBERS = tuple(own.name for own in fields(Estimate) if own.name != "averaged")
+"""Of an `Estimate`, the fields that hold numbers; a subclass may have others."""
 
 
 def _error(values: NDArray[np.float64]) -> float:

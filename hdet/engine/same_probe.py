@@ -8,7 +8,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from hdet.errors import StepError
+from hdet.nested import mapped
 from hdet.replicas import Replicas
+from hdet.replicas.distributed.ranks import Ranks
 from hdet.replicas.replicas import present
 from hdet.signals import Probe
 
@@ -20,29 +22,49 @@ def require_same_probe(replicas: Replicas, probe: Probe) -> None:
 
     A window's points are shared out over the processes, so a difference between their data would pass for one between
     points; so would another order, since points are compared by sub-batch. Of a function or a loader the first window's
-    batches are looked at. Asked in a run's first window: later a process may have come back alone, and would wait for
-    others that do not ask.
+    batches are looked at, tensors and NumPy's arrays in nested mappings, lists and tuples. Asked in a run's first
+    window: later a process may have come back alone, and would wait for others that do not ask.
 
     Raises:
         StepError: they differ.
     """
-    if len(replicas.local) == replicas.size:
+    is_shared = isinstance(replicas, Ranks) and replicas.layout.parts > 1
+    if len(replicas.local) == replicas.size and not is_shared:
         return
-    batches = probe.draw(window=0)
-    tensors = [leaf for leaf in tree_leaves(batches) if isinstance(leaf, Tensor)]
+    batches = probe.draw(window=0, ahead=True)
+    tensors = _tensors(batches)
     sums = [_sums(tensor, number) for number, tensor in enumerate(tensors) if not tensor.is_complex()]
     plain, ordered = (sum(one[k] for one in sums) for k in range(2))
-    facts = [float(len(batches)), float(sum(tensor.numel() for tensor in tensors)), plain, ordered]
+    facts = torch.tensor(
+        [float(len(batches)), float(sum(tensor.numel() for tensor in tensors)), plain, ordered], dtype=torch.float64
+    )
     device = next(iter(replicas.hosts[0][0].parameters())).device
-    table = replicas.gather(torch.tensor([facts], dtype=torch.float64, device=device).expand(len(replicas.local), -1))
+    row = torch.cat([facts, facts.square()]).to(device)
+    table = replicas.gather(row.expand(len(replicas.local), -1))
     table = table[present(table)]
-    if not np.allclose(table, table[0], rtol=ROUNDING):
+    # Of a replica on several ranks a gather has their mean: they are alike where the mean square is its square.
+    means, squares = np.split(table, 2, axis=1)
+    scattered = (squares - means**2 > (ROUNDING * means) ** 2).any()
+    if scattered or not np.allclose(means, means[0], rtol=ROUNDING):
         raise StepError(
             f"the probe's batches differ between processes (how many, how many numbers, their sum, one that depends on "
-            f"their order: {[tuple(row) for row in table.tolist()]}), so that their difference would pass for one "
-            f"between rates; give each process the same held-out data in the same order, not its part as by a "
-            f"DistributedSampler, nor shuffled or drawn by itself"
+            f"their order: {[tuple(row) for row in means.tolist()]}, here {tuple(facts.tolist())}), so that their "
+            f"difference would pass for one between rates; give each process the same held-out data in the same order, "
+            f"not its part as by a DistributedSampler, nor shuffled or drawn by itself"
         )
+
+
+def _tensors(batches: object) -> list[Tensor]:
+    """All numbers in some batches that are tensors or NumPy's arrays."""
+    found: list[object] = []
+    mapped(batches, found.append)
+    leaves = [own for leaf in found for own in tree_leaves(leaf)]
+    arrays = [torch.from_numpy(own.copy()) if _has_numbers(own) else own for own in leaves]
+    return [own for own in arrays if isinstance(own, Tensor)]
+
+
+def _has_numbers(leaf: object) -> bool:
+    return isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf" and leaf.dtype.itemsize <= 8
 
 
 def _sums(tensor: Tensor, number: int) -> tuple[float, float]:

@@ -115,9 +115,14 @@ class Search(Callback):
         self._batches = self._steps = 0  # since training started
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forget what an evaluation's `ckpt_path` has brought, and the search of an earlier `fit`."""
-        if stage == "fit":  # what this one resumes from comes after this
-            self.search = self._restored = None
+        """Forget the search of an earlier `fit`."""
+        if stage == "fit":
+            self.search = None
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forget what the `ckpt_path` of an evaluation has brought."""
+        if stage != "fit":
+            self._restored = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach: models are wrapped, optimizers are made and restored."""

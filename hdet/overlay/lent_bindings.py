@@ -363,11 +363,11 @@ class Lending:
         A scalar that evaluation depends on rests at its base there.
         """
         stay = [scalar for scalar in self.scalars if scalar.stays]
-        for scalar in stay:
-            scalar.put_in()
-        for group in self.groups:
-            group.hand.waits = True
         try:
+            for scalar in stay:
+                scalar.put_in()
+            for group in self.groups:
+                group.hand.waits = True
             yield
         finally:
             for group in self.groups:

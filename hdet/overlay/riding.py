@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hdet.engine.engine import Engine
+from hdet.engine.same_probe import require_same_probe
 from hdet.errors import StepError
 from hdet.history import WindowRecord
 from hdet.hparams.param_groups import first_trained, parameters_of
@@ -24,6 +25,7 @@ from hdet.overlay.reported_losses import ReportedLosses
 from hdet.replicas import tensors
 from hdet.replicas.distributed.ranks import Ranks
 from hdet.replicas.parallel import world
+from hdet.signals import Probe
 from hdet.user_warning import warn
 
 Build = Callable[[int, Lending], Engine]
@@ -369,8 +371,11 @@ class Riding:
         """Compare the first losses with the probe's at the same weights, alike in all processes."""
         engine = self.engine
         rows = self.losses.mean().expand(len(engine.replicas), 1)
+        probe = engine.plan.signal
+        assert isinstance(probe, Probe)
         with self._at_work(), self.lending.all_in_force(), engine.at_base():
-            held_out = engine.plan.signal.measure(engine.hosts[0][0], 0, self.optimizer).mean()  # type: ignore[union-attr]
+            require_same_probe(engine.home, probe)
+            held_out = probe.measure(engine.hosts[0][0], 0, self.optimizer).mean()
         table = engine.home.gather(torch.cat([rows, held_out.to(rows.device).expand(len(rows), 1)], dim=1))
         self.losses.judge(float(table[:, 0].mean()), float(table[0, 1]), max(1, self.passes.begun))
 

@@ -412,9 +412,9 @@ def evaluating(model: nn.Module, optimizer: Optimizer | None = None) -> Iterator
     The weights are those that the optimizer evaluates (`evaluated_weights`), also where autocast is on.
     """
     modes = _modes(model)
-    modules = [module for module, _ in modes]
     try:
         model.eval()
+        modules = list(model.modules())  # not before: a model may take others for evaluation
         with (
             attributes_kept(modules),
             buffers_kept(modules),

@@ -60,6 +60,7 @@ class Probe:
     _sizes: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
     _written: list[bool] = field(default_factory=list, init=False, repr=False, compare=False)
     _folds: list[bool] = field(default_factory=list, init=False, repr=False, compare=False)
+    _ahead: dict[int, list[Any]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not callable(self.loss):
@@ -73,9 +74,16 @@ class Probe:
         if self.stride is not None and (not counts or self.stride < 1):
             raise ConfigError(f"stride is a number of steps, at least 1; got {self.stride!r}")
 
-    def draw(self, window: int) -> list[Any]:
-        """The batches of a window, the same in every call; a function may hold a generator of its own."""
-        drawn = drawn_batches(self.batches, window, f"hdet.probe:{window}")
+    def draw(self, window: int, *, ahead: bool = False) -> list[Any]:
+        """The batches of a window, the same in every call; a function may hold a generator of its own.
+
+        Args:
+            ahead: keep them for the next call, which gives these without asking for others.
+        """
+        drawn = self._ahead.pop(window, None) or drawn_batches(self.batches, window, f"hdet.probe:{window}")
+        self._ahead.clear()
+        if ahead:
+            self._ahead[window] = drawn
         if not self._sizes:
             self._sizes.extend(leading_sizes(drawn))
             self._notice_smaller()

@@ -1,4 +1,5 @@
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -48,9 +49,9 @@ def test_known_and_testable(estimate: Estimate, known: bool, testable: bool) -> 
     assert (estimate.known, estimate.testable) == (known, testable)
 
 
-@pytest.mark.parametrize("t", [0.01, 1e-100, 1e-170, -1e-300])
-def test_a_small_t_is_nearly_normal_however_small_it_is(t: float) -> None:
-    """Also where its square is below the smallest number there is."""
+@pytest.mark.parametrize("t", [0.01, 1e-100, 5e-162, 1e-170, -1e-300])
+def test_a_small_t_is_nearly_normal_also_where_it_has_no_square(t: float) -> None:
+    """Also where its square vanishes."""
     assert Estimate(slope=t, stderr=1.0, freedom=7.0).normal_stderr == pytest.approx(59 / 57, rel=1e-4)
 
 
@@ -88,3 +89,22 @@ def test_shapes_that_disagree_are_named(
 ) -> None:
     with pytest.raises(ConfigError, match=r"levels \[N, K\].*\(3,"):
         Comparison(np.zeros(levels), np.zeros(losses), np.zeros(shifts), np.ones(valid, dtype=bool))
+
+
+def test_numbers_of_others_become_pythons_and_what_is_none_is_named() -> None:
+    told = Estimate(np.float32(0.5), stderr=np.float64(0.25), slopes=np.array([0.25, 0.75], dtype=np.float32))
+    assert (type(told.slope), type(told.stderr)) == (float, float)
+    assert told.slopes == (0.25, 0.75)
+    assert {type(own) for own in told.slopes} == {float}
+    with pytest.raises(ConfigError, match="slope of an Estimate is 1j, and no number"):
+        Estimate(1j)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"slopes of an Estimate is 0\.5, and no number"):
+        Estimate(0.5, slopes=0.5)  # type: ignore[arg-type]
+
+
+def test_an_estimate_of_ones_own_may_hold_other_fields() -> None:
+    @dataclass(frozen=True)
+    class Named(Estimate):
+        source: str = "probe"
+
+    assert Named(0.5).source == "probe"

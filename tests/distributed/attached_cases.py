@@ -432,6 +432,19 @@ def grouped(name: str) -> Found:
     return {"history": told(search), "weights": ends(model, optimizer)}
 
 
+def probe_by_own_part(count: int) -> str:
+    """What is said on shards whose probe has each rank's own part of the data; the last rank has so many batches."""
+    model = fsdp(network())
+    last = dist.get_rank() == dist.get_world_size() - 1
+    batches = [batch(-1, 8 * dist.get_rank() + part) for part in range(count if last else 8)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+    try:
+        loop(model, optimizer, attach(model, optimizer, probe=hdet.Probe(loss_of, batches)), 1, False, alike=False)
+    except StepError as error:
+        return str(error)
+    return "nothing was refused"
+
+
 def large_network() -> nn.Sequential:
     torch.manual_seed(0)
     layers = nn.Linear(WIDTH, 1100), nn.Tanh(), nn.Dropout(0.2), nn.Linear(1100, 1000), nn.Linear(1000, 4)

@@ -220,6 +220,12 @@ def test_ranks_of_one_replica_whose_settings_differ_by_rounding_are_not() -> Non
     assert set(launch(attached.settings_that_ranks_write_unlike, 3, "lr", 1.0 + 1e-9)) == {"nothing was refused"}
 
 
+@pytest.mark.parametrize("count", [8, 7])
+def test_on_shards_a_probe_by_each_ranks_own_part_is_refused(count: int) -> None:
+    for said in launch(attached.probe_by_own_part, 2, count):
+        assert "the probe's batches differ between processes" in said
+
+
 def test_a_probe_that_one_rank_cannot_read_is_told_on_all() -> None:
     for told in launch(attached.probe_that_one_rank_cannot_read, 2):
         (said,) = told

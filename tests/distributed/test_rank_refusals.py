@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
@@ -162,6 +163,8 @@ def four_ranks() -> Found:
     found["other data"] = judged_by([batch(-1, part + rank) for part in range(4)])
     found["other order"] = judged_by([batch(-1, (part + rank) % 4) for part in range(4)])
     found["own part"] = judged_by(loaded(DistributedSampler(HELD_OUT)))
+    found["own part, in a mapping of its own"] = judged_by([UserDict(x=batch(-1, part + rank)[0]) for part in range(4)])
+    found["own part, NumPy's"] = judged_by([batch(-1, part + rank)[0].numpy() for part in range(4)])
     found["one loader"] = judged_by(loaded(RandomSampler(HELD_OUT)))
     found["own function"] = judged_by(lambda window: [batch(-1 - window, part + rank) for part in range(4)])
     found["fewer from a function"] = judged_by(lambda window: [batch(-1, part) for part in range(4 if rank else 3)])
@@ -220,6 +223,8 @@ def test_probes_that_differ_between_ranks_are_refused(ranks: list[Found]) -> Non
         assert "(3.0, " in found["fewer batches"]
         assert "not its part as by a DistributedSampler" in found["own part"]
         assert "drawn by itself" in found["own function"]
+        assert "drawn by itself" in found["own part, in a mapping of its own"]
+        assert "drawn by itself" in found["own part, NumPy's"]
         assert "(3.0, " in found["fewer from a function"]
         assert found["one loader"] == found["one function"] == ""
 

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 import hdet
-from hdet.errors import ConfigError
+from hdet.errors import ConfigError, StepError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -601,3 +601,11 @@ def test_a_second_training_finds_its_rate_and_begins_a_search_of_its_own(tmp_pat
         trainer.fit(Found("none"), loader(), loader(32, seed=3))
         assert explored.search.finished
     assert explored.search.engine.step_count == 2 * PER_EPOCH
+
+
+def test_a_state_that_the_callback_is_given_by_hand_is_gone_on_with(tmp_path: Path) -> None:
+    first, second = search(), search()
+    fit(tmp_path, Classifier("none"), first)
+    second.load_state_dict(first.state_dict())
+    with pytest.raises(StepError, match="the run is over"):
+        fit(tmp_path, Classifier("none"), second)

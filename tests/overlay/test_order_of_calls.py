@@ -16,7 +16,9 @@ from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.checkpoint import checkpoint
 
 import hdet
+from hdet.controllers import Hold
 from hdet.errors import CheckpointError, ConfigError, StepError
+from hdet.evidence import MixedDifference
 from hdet.overlay.hooks import Hook, first_after_step
 from hdet.overlay.lent_bindings import LentGroups
 from hdet.replicas import gradients
@@ -274,6 +276,23 @@ def test_a_loss_that_has_parameters_is_trained_with_the_model(told: bool) -> Non
         optimizer.zero_grad()
     assert search.finished
     assert search.shifts["learning_rate"].factor > 1.5
+
+
+def test_as_a_window_closes_evidence_tries_other_values_of_what_acts_in_passes() -> None:
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    knob = hdet.Dropout(evidence=MixedDifference(), controller=Hold())
+    objective = hdet.Objective(loss_of, [batch(step) for step in range(8)])
+    search = hdet.attach(
+        model, optimizer, probe=probe(), total_steps=20, window=5, quiet=True, objective=objective, knobs=[knob]
+    )
+    for step in range(5):
+        search.loss(loss_of(model, batch(step))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    (record,) = search.history
+    assert record.estimates["dropout"]["slope"] != 0.0
+    assert model[2].p == 0.2
 
 
 def test_an_objective_inside_autocast_is_of_the_weights_as_they_are() -> None:

@@ -183,3 +183,19 @@ def test_what_acts_in_evaluation_is_in_place_before_the_next_pass(stop: int) -> 
     again[2].detach()
     search.detach()
     assert again[0].scale == model.scale
+
+
+def test_between_steps_what_acts_in_evaluation_has_its_value_of_the_coming_step() -> None:
+    model = Scaled()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    course = hdet.schedules.Cosine(1.0, total_steps=40)
+    knob = hdet.Scalar("scale", path="scale", schedule=course, bounds=(1e-4, 5.0), effect="forward", biased=False)
+    search = hdet.attach(
+        model, optimizer, probe=probe(), total_steps=40, window=5, quiet=True, knobs=[knob], guard=None, tail=None
+    )
+    for step in range(9):  # of a warm-up of 12
+        search.loss(loss_of(model, batch(step))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        (bound,) = [own for own in search.engine.knobs if own.name == "scale"]
+        assert model.scale == bound.base(step + 1) != bound.base(step)

@@ -188,6 +188,42 @@ def test_modules_are_switched_by_their_own_train(frozen: bool) -> None:
     assert not any(module.training for module in model.modules())
 
 
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        return x
+
+
+class Swapping(nn.Module):
+    """In eval mode it has another head, which is no module of its in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = (nn.Identity(), Counts())
+        self.head: nn.Module = nn.Identity()
+
+    def train(self, mode: bool = True) -> Swapping:
+        self.head = self.heads[not mode]
+        super().train(mode)
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(x)
+        return found
+
+
+def test_what_a_model_takes_for_evaluation_is_put_back_too() -> None:
+    model = Swapping().train()
+    with tensors.evaluating(model):
+        model(torch.ones(2))
+        assert model.head.seen == 1.0
+    assert model.heads[1].seen == 0.0
+
+
 def test_a_module_in_two_others_has_its_own_mode() -> None:
     fold = Folding()
     model = nn.Sequential(nn.Sequential(fold), nn.Sequential(fold).eval())

@@ -323,3 +323,20 @@ def test_a_model_that_is_still_to_be_built_is_measured() -> None:
     model = nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 1))
     losses = Probe(lambda model, x: model(x).mean(), [torch.ones(2, 3)] * 2).measure(model, 0)
     assert losses.shape == (2,)
+
+
+def test_batches_that_were_drawn_ahead_are_not_asked_for_again() -> None:
+    asked: list[int] = []
+
+    def batches(window: int) -> list[torch.Tensor]:
+        asked.append(window)
+        return [torch.full((2,), float(len(asked)))] * 2
+
+    probe = hdet.Probe(lambda model, x: x, batches)
+    ahead = probe.draw(0, ahead=True)
+    assert probe.draw(0) is ahead
+    assert asked == [0]
+    assert probe.draw(0)[0][0] == 2.0
+    probe.draw(0, ahead=True)
+    assert probe.draw(1)[0][0] == 4.0
+    assert probe.draw(0)[0][0] == 5.0, "others are not kept"

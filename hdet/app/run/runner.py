@@ -177,10 +177,9 @@ class Run:
 
     def _draw(self) -> None:
         title = f"{self.config.task.kind}, {self.config.steps} steps"
-        figure = overview(self.training.engine.history.windows, title=title)
         try:
-            write_figure(figure, self.folder.picture, dpi=110)
-        except OSError as error:
+            write_figure(overview(self.training.engine.history.windows, title=title), self.folder.picture, dpi=110)
+        except Exception as error:  # whatever it is, it is not to cost what was trained
             warn(
                 f"{self.folder.picture} could not be written ({error}), and all else is; make room, and draw it by "
                 f"hdet report {self.folder.path} --figures plots"
