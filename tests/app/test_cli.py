@@ -237,10 +237,21 @@ def test_the_ranks_are_given_a_file_whose_name_begins_with_a_dash(
     assert (declared / "-here" / "result.json").exists()
 
 
-def signalled(end: signal.Signals) -> None:
-    """This process, which must not be ended by it outright."""
-    assert signal.getsignal(end) is not signal.SIG_DFL
-    os.kill(os.getpid(), end)
+def run_until(end: signal.Signals, monkeypatch: pytest.MonkeyPatch, phase: str, *arguments: str) -> int:
+    """The exit code of a run that this process is sent a signal in, in the tenth step of a phase."""
+
+    def signalled(self: Display, done: int, losses: object) -> None:
+        if done == 10 and self._title == TITLES[phase]:
+            assert signal.getsignal(end) is not signal.SIG_DFL, "it would be ended outright"
+            os.kill(os.getpid(), end)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest may be in the background
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(Display, "step", signalled)
+            return run("digits.yaml", *arguments)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 ENDS = pytest.mark.parametrize(
@@ -257,17 +268,7 @@ def test_an_interrupt_says_how_to_go_on(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def interrupted(self: Display, done: int, losses: object) -> None:
-        if done == 10:
-            signalled(end)
-
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest may be in the background
-    try:
-        with monkeypatch.context() as patched:
-            patched.setattr(Display, "step", interrupted)
-            assert run("digits.yaml") == code
-    finally:
-        signal.signal(signal.SIGINT, before)
+    assert run_until(end, monkeypatch, "hdet") == code
     assert capsys.readouterr().err == f"{word}; --resume goes on from the end of the last window\n"
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert run("digits.yaml", "--resume") == 0
@@ -283,17 +284,7 @@ def test_an_interrupt_of_the_comparison_says_that_it_begins_anew(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def interrupted(self: Display, done: int, losses: object) -> None:
-        if done == 10 and self._title == TITLES["plain"]:
-            signalled(end)
-
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with monkeypatch.context() as patched:
-            patched.setattr(Display, "step", interrupted)
-            assert run("digits.yaml", "--compare") == code
-    finally:
-        signal.signal(signal.SIGINT, before)
+    assert run_until(end, monkeypatch, "plain", "--compare") == code
     said = capsys.readouterr().err
     assert said == f"{word}; the run is over, and --resume --compare begins the one without hdet anew\n"
     kept = RunFolder(declared / "runs" / "digits").load_result()
