@@ -22,7 +22,8 @@ def require_same_probe(replicas: Replicas, probe: Probe) -> None:
 
     A window's points are shared out over the processes, so a difference between their data would pass for one between
     points; so would another order, since points are compared by sub-batch. Of a function or a loader the first window's
-    batches are looked at, tensors and NumPy's arrays in nested mappings, lists and tuples. Asked in a run's first
+    batches are looked at, tensors and NumPy's arrays in nested mappings, lists and tuples. Ranks that share a replica
+    may each have a part of the data, since their losses are averaged, in as many batches. Asked in a run's first
     window: later a process may have come back alone, and would wait for others that do not ask.
 
     Raises:
@@ -35,22 +36,19 @@ def require_same_probe(replicas: Replicas, probe: Probe) -> None:
     tensors = _tensors(batches)
     sums = [_sums(tensor, number) for number, tensor in enumerate(tensors) if not tensor.is_complex()]
     plain, ordered = (sum(one[k] for one in sums) for k in range(2))
-    facts = torch.tensor(
-        [float(len(batches)), float(sum(tensor.numel() for tensor in tensors)), plain, ordered], dtype=torch.float64
-    )
+    facts = [float(len(batches)), float(sum(tensor.numel() for tensor in tensors)), plain, ordered]
     device = next(iter(replicas.hosts[0][0].parameters())).device
-    row = torch.cat([facts, facts.square()]).to(device)
+    row = torch.tensor([*facts, facts[0] ** 2], dtype=torch.float64, device=device)
     table = replicas.gather(row.expand(len(replicas.local), -1))
-    table = table[present(table)]
-    # Of a replica on several ranks a gather has their mean: they are alike where the mean square is its square.
-    means, squares = np.split(table, 2, axis=1)
-    scattered = (squares - means**2 > (ROUNDING * means) ** 2).any()
-    if scattered or not np.allclose(means, means[0], rtol=ROUNDING):
+    *means, square = table[present(table)].T
+    # Of a replica on several ranks a gather has their mean: numbers are alike where the mean square is its square.
+    if (square != means[0] ** 2).any() or not all(np.allclose(own, own[0], rtol=ROUNDING) for own in means):
+        told = [tuple(map(float, own)) for own in zip(*means, strict=True)]
         raise StepError(
             f"the probe's batches differ between processes (how many, how many numbers, their sum, one that depends on "
-            f"their order: {[tuple(row) for row in means.tolist()]}, here {tuple(facts.tolist())}), so that their "
-            f"difference would pass for one between rates; give each process the same held-out data in the same order, "
-            f"not its part as by a DistributedSampler, nor shuffled or drawn by itself"
+            f"their order: {told}, here {tuple(facts)}), so that their difference would pass for one between rates; "
+            f"give each process the same held-out data in the same order, not its part as by a DistributedSampler, nor "
+            f"shuffled or drawn by itself (ranks that share one replica may have parts, in as many batches)"
         )
 
 

@@ -433,7 +433,7 @@ def grouped(name: str) -> Found:
 
 
 def probe_by_own_part(count: int) -> str:
-    """What is said on shards whose probe has each rank's own part of the data; the last rank has so many batches."""
+    """What is said on shards where each rank's probe has a part of the data, the last rank's in so many batches."""
     model = fsdp(network())
     last = dist.get_rank() == dist.get_world_size() - 1
     batches = [batch(-1, 8 * dist.get_rank() + part) for part in range(count if last else 8)]
