@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -67,7 +67,7 @@ class Interaction:
         return abs(self.effect) >= CLEAR_T * self.stderr
 
 
-def importances(history: Sequence[WindowRecord]) -> list[Importance]:
+def importances(history: Iterable[WindowRecord]) -> list[Importance]:
     """The knobs that several windows measured, the most important first.
 
     >>> told = {"slope": -0.5, "stderr": 0.1}
@@ -76,7 +76,7 @@ def importances(history: Sequence[WindowRecord]) -> list[Importance]:
     [('rate', 0.49)]
     """
     found = []
-    history = _thinned(history)
+    history = _thinned(list(history))
     for knob in knobs_of(history):
         decisive = [told[0] for told in (readings(record, knob) for record in history) if told]
         if len(decisive) < LEAST_WINDOWS:
@@ -92,12 +92,13 @@ def importances(history: Sequence[WindowRecord]) -> list[Importance]:
 
 
 @np.errstate(over="ignore", invalid="ignore")  # of what overflows nothing is told
-def interactions(history: Sequence[WindowRecord]) -> list[Interaction]:
+def interactions(history: Iterable[WindowRecord]) -> list[Interaction]:
     """Pairs of knobs in which replicas differed at once, the clearest first; empty where replicas never did.
 
     Each window's losses are freed of their mean and of every knob's own slope; what is left is compared with the
     product of two knobs' levels, freed of the same. A product that a design cannot tell from a slope is left out.
     """
+    history = list(history)
     knobs = knobs_of(history)
     history = _thinned(history)
     there = [

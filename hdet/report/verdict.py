@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -178,8 +178,9 @@ class Verdict:
         return {**asdict(self), "trust": self.trust, "moved": self.moved, "outlook": self.outlook}
 
 
-def verdicts(history: Sequence[WindowRecord]) -> list[Verdict]:
+def verdicts(history: Iterable[WindowRecord]) -> list[Verdict]:
     """One verdict a knob, in the order in which the run's windows name them."""
+    history = list(history)
     progress = made_progress(history)
     by_knob = {knob: [record for record in history if knob in record.bases] for knob in knobs_of(history)}
     return [_verdict(windows, knob, progress) for knob, windows in by_knob.items()]

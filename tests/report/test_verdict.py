@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
+from hdet.history import History
 from hdet.record import WindowRecord
-from hdet.report import Verdict, verdicts
+from hdet.report import Verdict, importances, interactions, verdicts
 from hdet.report.advice import advised
 from hdet.report.reading import readings
 
@@ -328,3 +329,12 @@ def test_a_fall_is_told_after_moves() -> None:
     found = verdict(record(0, move=0.1), record(1, powers={"rate": 0.75}))
     assert found.moved.endswith("; falls slower than given (power 0.75)")
     assert found.moved.startswith("up in 1 window")
+
+
+def test_a_history_is_judged_as_its_windows_are() -> None:
+    history = History()
+    for number in range(6):
+        history.append(record(number, slope=-1.0, move=0.1))
+    assert verdicts(history) == verdicts(history.windows)
+    assert importances(history) == importances(history.windows) != []
+    assert interactions(history) == interactions(history.windows)
