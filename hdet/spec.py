@@ -60,9 +60,11 @@ class Spec(BaseModel):
     def __init__(self, *args: Any, **fields: Any) -> None:
         positional = [name for name, field in type(self).model_fields.items() if field.kw_only is False]
         if len(args) > len(positional):
+            others = [name for name in type(self).model_fields if name not in positional]
+            by_name = f"; give the others by name: {others}" if others else ""
             raise ConfigError(
                 f"{type(self).__name__} takes at most {len(positional)} positional arguments {positional}, "
-                f"got {len(args)}"
+                f"got {len(args)}{by_name}"
             )
         for name, value in zip(positional, args, strict=False):
             if name in fields:

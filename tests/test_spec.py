@@ -20,6 +20,7 @@ from hdet.schedules import Cosine
 from hdet.spaces import Log, Space
 from hdet.spec import Spec, lookup, members, register
 from hdet.spreads import Spread, TwoLevel
+from hdet.windows import GrowingWindow
 
 
 def families() -> list[type[Spec]]:
@@ -49,6 +50,8 @@ def test_positions_and_keywords() -> None:
         ConfigError, match=r"Geometric takes at most 2 positional arguments .*'width', 'ratio'.*, got 3"
     ):
         Geometric(0.5, 3.0, 1.0)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match=r"GrowingWindow .*got 2; give the others by name: \['minimum', 'fraction'\]"):
+        GrowingWindow(10, 0.15)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="Geometric got 'width' twice"):
         Geometric(0.5, width=0.5)  # type: ignore[misc]
 
