@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from hdet.errors import ConfigError, HdetError
 from hdet.files import replace
-from hdet.record import WindowRecord, knobs_of
+from hdet.record import WindowRecord, knobs_of, named
 from hdet.report.figures import overview
 from hdet.report.reading import readings
 from hdet.spec import some
@@ -127,7 +127,7 @@ class History:
         return history
 
     def __repr__(self) -> str:
-        knobs = ", ".join(knobs_of(self.latest))
+        knobs = named(knobs_of(self.latest))
         where = f" in {self.path}" if self.path is not None else ""
         steps = f" to step {self.latest[-1].stop}" if self.latest else ""
         return f"<History of {len(self)} window{'s' * (len(self) != 1)}{steps}{where}: {knobs or 'no knobs'}>"

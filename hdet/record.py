@@ -82,7 +82,7 @@ class ByKnob(dict[str, V]):
         return self if self._order is None else self._order
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class WindowRecord:
     """One window, from opening to the moves made at its end. Its size does not grow with the number of replicas.
 
@@ -161,6 +161,13 @@ class WindowRecord:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.__post_init__()  # an earlier version has pickled plain dicts
+
+    def __repr__(self) -> str:
+        """In short: all fields of a run with many knobs are pages; `dataclasses.asdict` and `to_json` have them."""
+        moved = named(name for name, move in self.moves.items() if move)
+        faults = "".join(f", {fault['kind']}" for fault in self.faults)
+        steps = f"steps {self.start} to {self.stop - 1}"
+        return f"<WindowRecord {self.window}, {steps}: loss {self.loss:.4g}{faults}; moved {moved or 'nothing'}>"
 
     @property
     def loss(self) -> float:
@@ -274,6 +281,18 @@ class WindowRecord:
 def knobs_of(windows: Iterable[WindowRecord]) -> list[str]:
     """The knobs that records name, in order."""
     return list(dict.fromkeys(name for record in windows for name in record.bases))
+
+
+def named(knobs: Iterable[str]) -> str:
+    """Knobs in words: of several of a kind the first, and how many more there are.
+
+    >>> named(["learning_rate[a]", "learning_rate[b]", "dropout"])
+    'learning_rate[a] and 1 more, dropout'
+    """
+    kinds: dict[str, list[str]] = {}
+    for knob in knobs:
+        kinds.setdefault(knob.partition("[")[0], []).append(knob)
+    return ", ".join(own[0] + (f" and {len(own) - 1} more" if len(own) > 1 else "") for own in kinds.values())
 
 
 def strict(value: Any) -> Any:

@@ -78,6 +78,9 @@ class Spec(BaseModel):
         except ValidationError as error:
             raise ConfigError(_explain(type(self), error)) from _cause(error)
 
+    def __str__(self) -> str:
+        return repr(self)  # pydantic's own leaves out what it is
+
     @classmethod
     def from_dict(cls: type[S], given: object) -> S:
         """Build from a mapping with a `kind` key, a bare kind, or an instance (returned as it is).

@@ -26,6 +26,7 @@ from hdet.hparams.bound_knob import BoundKnob
 from hdet.hparams.knob import Knob
 from hdet.hparams.learned import Shifts
 from hdet.merging import Merge
+from hdet.record import named
 from hdet.replicas import Replica, Replicas
 from hdet.replicas.random_numbers import CommonNumbers
 from hdet.signals import Objective, Signal
@@ -149,6 +150,12 @@ class Engine:
             replica.on_exit[:] = [self._exit] if watched else []
 
     # -- where the run stands ---------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        of = f" of {self.total_steps}" if self.total_steps is not None else ""
+        replicas = f"{self.size} replica{'s' * (self.size != 1)}"
+        knobs = named(knob.name for knob in self.knobs)
+        return f"<Engine at step {self.step_count}{of}, {replicas}: {knobs or 'no knobs'}>"
 
     @property
     def replicas(self) -> Sequence[Replica]:

@@ -122,6 +122,9 @@ class BoundKnob:
         bases = [self.base(step) for step in range(start, stop)]
         return bases[:1] if all(base == bases[0] for base in bases) else bases
 
+    def __repr__(self) -> str:
+        return f"<BoundKnob {self.name}: {self.learned}>"
+
     @property
     def learned(self) -> Learned:
         """What the knob was set to and what it has been moved to, both at the peak of its schedule."""

@@ -74,6 +74,8 @@ class Shifts(ByKnob[Learned]):
         table = [f"{names:<{width}}  {told}" for names, told in lines.items()]
         return "\n".join([*table, self._short] if self._short else table)
 
+    __repr__ = __str__
+
     def _places(self) -> dict[str, float]:
         return {name: learned.value for name, learned in self.items()}
 

@@ -369,6 +369,9 @@ class Replay(Schedule):
 
     values: tuple[float, ...] = Field(min_length=1, kw_only=False)
 
+    def __repr__(self) -> str:
+        return f"<Replay of {len(self.values)} steps, {self.values[0]:.4g} to {self.values[-1]:.4g}>"
+
     @classmethod
     def of(cls, windows: Iterable[WindowRecord], knob: str, total_steps: int | None = None) -> Replay:
         """The course that a knob took in a run, to the last bit.

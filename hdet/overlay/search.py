@@ -24,6 +24,7 @@ from hdet.overlay.lent_bindings import kept, put_back
 from hdet.overlay.model_weights import state_without_frozen, with_frozen, written_since
 from hdet.overlay.rank_states import AllRanks
 from hdet.overlay.riding import Riding
+from hdet.record import named
 from hdet.replicas import tensors
 from hdet.replicas.distributed.ranks import Ranks
 from hdet.replicas.parallel import world
@@ -57,7 +58,7 @@ class Search(AbstractContextManager["Search"]):
         if step:
             told = "; ".join(f"{names} {learned}" for names, learned in self.shifts.lines().items())
         else:
-            told = ", ".join(self.shifts)  # where a run enters for caution is nothing that it learned
+            told = named(self.shifts)  # where a run enters for caution is nothing that it learned
         return f"<Search at step {step}{of}{detached}: {told or 'no knobs'}>"
 
     @property

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from hdet.errors import StepError
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Replica:
     """What a training loop works on. Use it as a context manager around forward and backward.
 
@@ -32,16 +32,19 @@ class Replica:
     optimizer: Optimizer
     index: int
     host: int
-    on_enter: list[Callable[[Replica], None]] = field(default_factory=list, repr=False)
-    on_exit: list[Callable[[Replica], None]] = field(default_factory=list, repr=False)
-    random: Callable[[Replica], AbstractContextManager[object]] | None = field(default=None, repr=False)
-    around: Callable[[], AbstractContextManager[object]] | None = field(default=None, repr=False)
-    on_error: Callable[[BaseException], object] | None = field(default=None, repr=False)
-    _active: bool = field(default=False, repr=False)
-    _context: AbstractContextManager[object] | None = field(default=None, repr=False)
+    on_enter: list[Callable[[Replica], None]] = field(default_factory=list)
+    on_exit: list[Callable[[Replica], None]] = field(default_factory=list)
+    random: Callable[[Replica], AbstractContextManager[object]] | None = None
+    around: Callable[[], AbstractContextManager[object]] | None = None
+    on_error: Callable[[BaseException], object] | None = None
+    _active: bool = False
+    _context: AbstractContextManager[object] | None = None
 
     def __post_init__(self) -> None:
         self.data_index = self.index
+
+    def __repr__(self) -> str:
+        return f"<Replica {self.index}: {type(self.model).__name__}, {type(self.optimizer).__name__}>"
 
     def __enter__(self) -> Replica:
         if self._active:

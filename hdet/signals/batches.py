@@ -35,6 +35,14 @@ def number_of(batches: Any) -> int | None:
     return None if _streams(batches) or callable(batches) else len(batches)
 
 
+def shown(signal: object, loss: object, batches: Any, told: str = "") -> str:
+    """A signal in short: batches are tensors, of which a notebook would print pages."""
+    number = number_of(batches)
+    source = getattr(batches, "__name__", type(batches).__name__)
+    name = getattr(loss, "__name__", type(loss).__name__)
+    return f"<{type(signal).__name__} of {name} over {source if number is None else f'{number} batches'}{told}>"
+
+
 def _has_length(batches: Any) -> bool:
     """Whether something knows that they end. Every DataLoader has a length, which a stream of it may refuse."""
     return hasattr(batches.dataset if _streams(batches) else batches, "__len__")

@@ -11,11 +11,11 @@ from torch.utils.data import DataLoader
 
 from hdet.errors import ConfigError, StepError
 from hdet.replicas.tensors import cast_anew
-from hdet.signals.batches import drawn_batches, number_of, require_batches
+from hdet.signals.batches import drawn_batches, number_of, require_batches, shown
 from hdet.signals.probe import real
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Objective:
     """What the training loop minimises, in a form that can be evaluated without it.
 
@@ -50,6 +50,9 @@ class Objective:
                 f"an objective needs at least 2 training batches, whose scatter is the standard error; got {count}; "
                 f"split it, say in 8"
             )
+
+    def __repr__(self) -> str:
+        return shown(self, self.loss, self.batches)
 
     def draw(self, window: int) -> list[Any]:
         """The batches of a window.

@@ -19,11 +19,11 @@ from hdet.replicas.generators import numbers_lent
 from hdet.replicas.random_numbers import accelerators_in_use
 from hdet.replicas.tensors import evaluating
 from hdet.replicas.written_buffers import Folding
-from hdet.signals.batches import drawn_batches, number_of, require_batches
+from hdet.signals.batches import drawn_batches, number_of, require_batches, shown
 from hdet.user_warning import warn
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Probe:
     """Evaluates every replica on the same held-out batches at a window's end, in eval mode, without gradients.
 
@@ -57,10 +57,10 @@ class Probe:
     batches: Sequence[Any] | DataLoader[Any] | Callable[[int], Iterable[Any]]
     at: Literal["last", "average"] = "last"
     stride: int | None = None
-    _sizes: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
-    _written: list[bool] = field(default_factory=list, init=False, repr=False, compare=False)
-    _folds: list[bool] = field(default_factory=list, init=False, repr=False, compare=False)
-    _ahead: dict[int, list[Any]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _sizes: list[Any] = field(default_factory=list, init=False, compare=False)
+    _written: list[bool] = field(default_factory=list, init=False, compare=False)
+    _folds: list[bool] = field(default_factory=list, init=False, compare=False)
+    _ahead: dict[int, list[Any]] = field(default_factory=dict, init=False, compare=False)
 
     def __post_init__(self) -> None:
         if not callable(self.loss):
@@ -73,6 +73,9 @@ class Probe:
         counts = isinstance(self.stride, (int, np.integer)) and not isinstance(self.stride, bool)
         if self.stride is not None and (not counts or self.stride < 1):
             raise ConfigError(f"stride is a number of steps, at least 1; got {self.stride!r}")
+
+    def __repr__(self) -> str:
+        return shown(self, self.loss, self.batches, ", at the average weights" if self.at == "average" else "")
 
     def draw(self, window: int, *, ahead: bool = False) -> list[Any]:
         """The batches of a window, the same in every call; a function may hold a generator of its own.
