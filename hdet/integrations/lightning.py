@@ -113,6 +113,8 @@ class Search(Callback):
         self._closed: list[WindowRecord] = []
         self._stepped = False
         self._batches = self._steps = 0  # since training started
+        self._of_epoch = math.inf  # steps that the length was worked out from
+        self._epoch_began_at: int | None = None  # unknown of one that a resume goes on with
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forget the search of an earlier `fit`."""
@@ -129,7 +131,8 @@ class Search(Callback):
         _refuse(trainer)
         restored, self._restored = self._restored, None
         self._batches = self._steps = 0
-        self._began_at = restored["began_at"] if restored is not None else trainer.global_step
+        self._began_at = restored["began_at"] if restored is not None else _passed(trainer)
+        self._of_epoch, self._epoch_began_at = _steps_of_epoch(trainer), None
         index = self._index(trainer)
         optimizer = trainer.optimizers[index]
         _refuse_growing(trainer, pl_module, optimizer)
@@ -153,6 +156,25 @@ class Search(Callback):
             self.search.all_ranks.load_state_dict(restored["search"])
         self.search.on_window(self._closed.append)
         self._ride_on(trainer)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """An epoch begins, which is not said of one that is gone on with."""
+        self._epoch_began_at = trainer.global_step
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say it, once, where an epoch had another number of steps than the run's length was worked out from."""
+        if self._epoch_began_at is None or trainer.should_stop:
+            return
+        if not pl_module.automatic_optimization or not self._by_epochs(trainer):
+            return
+        made = trainer.global_step - self._epoch_began_at
+        if math.isfinite(self._of_epoch) and made != self._of_epoch:
+            warn(
+                f"epoch {trainer.current_epoch} made {made} optimizer steps, and the run's length was worked out from "
+                f"{self._of_epoch} an epoch, so the search takes the run for another length than it has; give "
+                f"hdet.lightning.Search(total_steps=...), in optimizer steps"
+            )
+            self._of_epoch = math.inf  # said
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """A step is due; a GradScaler may skip it."""
@@ -252,9 +274,13 @@ class Search(Callback):
             "hdet.lightning.Search(total_steps=...)"
         )
 
+    def _by_epochs(self, trainer: Trainer) -> bool:
+        """Whether the run's length is that of its epochs."""
+        return self._total_steps is None and trainer.max_steps < 0
+
     def _notice_accumulation(self, trainer: Trainer, module: LightningModule) -> None:
         """Say it, after the first steps, where they are fewer than the run's length was worked out from."""
-        by_epochs = not module.automatic_optimization and self._total_steps is None and trainer.max_steps < 0
+        by_epochs = not module.automatic_optimization and self._by_epochs(trainer)
         if by_epochs and self._steps == FIRST and self._batches >= 2 * FIRST:
             warn(
                 f"training_step made {FIRST} optimizer steps in {self._batches} batches, and the Trainer counts the "
@@ -296,6 +322,25 @@ def _estimated(trainer: Trainer) -> float:
         return trainer.estimated_stepping_batches
     finally:
         trainer.accumulate_grad_batches = before
+
+
+def _steps_of_epoch(trainer: Trainer) -> float:
+    """As the Trainer counts them; of a stream nobody can."""
+    batches = trainer.num_training_batches
+    return math.ceil(batches / _accumulated(trainer)[0]) if math.isfinite(batches) else math.inf
+
+
+def _passed(trainer: Trainer) -> int:
+    """Of the Trainer's own count of its steps, those that are over. It counts as if all epochs were of these data."""
+    each, epochs = _steps_of_epoch(trainer), trainer.max_epochs
+    if not math.isfinite(each) or epochs is None or epochs < 0:
+        return trainer.global_step
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current  # a subclass of what Lightning declares
+    within = progress.processed if trainer.fit_loop.restarted_mid_epoch else 0
+    left = each * (epochs - trainer.current_epoch) - within // _accumulated(trainer)[0]
+    if trainer.max_steps >= 0:
+        left = min(left, trainer.max_steps - trainer.global_step)
+    return int(_estimated(trainer) - left)
 
 
 def _averages(trainer: Trainer) -> bool:

@@ -196,6 +196,79 @@ def test_a_module_that_accumulates_by_hand_is_to_say_its_steps(told: bool, tmp_p
     assert explored.search.finished == told
 
 
+class Uneven(Classifier):
+    """One of its epochs has fewer steps, in the way that the class says."""
+
+    how = ""
+
+    def on_train_batch_start(self, batch: Any, index: int) -> int | None:
+        return -1 if self.how == "ended" and index == 7 and self.trainer.current_epoch == 0 else None
+
+    def on_train_epoch_start(self) -> None:
+        if self.how == "accumulated":
+            self.trainer.accumulate_grad_batches = 2 if self.trainer.current_epoch == 0 else 1
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        count = EXAMPLES // 2 if self.how == "reloaded" and self.trainer.current_epoch == 1 else EXAMPLES
+        return loader(count)
+
+
+@pytest.mark.parametrize(
+    ("how", "made"),
+    [
+        ("as foreseen", None),
+        ("ended", "epoch 0 made 7 optimizer steps"),
+        ("accumulated", "epoch 0 made 6 optimizer steps"),
+        ("reloaded", "epoch 1 made 6 optimizer steps"),
+    ],
+)
+def test_an_epoch_of_other_steps_than_the_length_was_worked_out_from_is_told(
+    how: str, made: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Uneven, "how", how)
+    explored = search()
+    trainer = Trainer(
+        accelerator="cpu",
+        max_epochs=3,
+        callbacks=[explored],
+        reload_dataloaders_every_n_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer.fit(Uneven("none"), val_dataloaders=loader(32, seed=3))
+    told = [str(one.message) for one in said if "and the run's length was worked out from" in str(one.message)]
+    assert explored.search.finished == (made is None)
+    assert [one.partition(", and")[0] for one in told] == ([] if made is None else [made])
+
+
+@pytest.mark.parametrize("examples", [EXAMPLES // 4, 2 * EXAMPLES])
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_search_that_begins_after_epochs_of_other_lengths_counts_the_steps_that_are_left(
+    resumed: bool, examples: int, tmp_path: Path
+) -> None:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    kept = ModelCheckpoint(dirpath=tmp_path, save_last=True)
+    before = Trainer(max_epochs=2, callbacks=[kept] if resumed else [search()], default_root_dir=tmp_path, **quiet)
+    module, held_out = Classifier("none"), loader(32, seed=3)
+    module.batches = list(loader(2 * EXAMPLES))
+    before.fit(module, loader(), held_out)
+    explored = search()
+    if resumed:
+        trainer = Trainer(max_epochs=5, callbacks=[explored], default_root_dir=tmp_path, **quiet)
+    else:
+        trainer, explored = before, next(one for one in before.callbacks if isinstance(one, hdet.lightning.Search))
+        trainer.fit_loop.max_epochs = 5
+    trainer.fit(module, loader(examples), held_out, ckpt_path=tmp_path / "last.ckpt" if resumed else None)
+    assert explored.search.engine.total_steps == 3 * examples // BATCH
+    assert explored.search.engine.step_count == 3 * examples // BATCH
+    assert explored.search.finished
+
+
 def test_a_probe_that_is_the_training_data_is_warned_of(tmp_path: Path) -> None:
     same = loader()
     with pytest.warns(UserWarning, match="the probe is the data that the model trains on"):
