@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parallel import DistributedDataParallel
 
 from hdet.errors import StepError
 from hdet.hparams.binding import Attribute, Binding, Holding, ModelBinding
 from hdet.hparams.bound_knob import BoundKnob
 from hdet.nn import KnobTensor
 from hdet.replicas import Replica, Replicas
+from hdet.replicas.distributed import refusals
 from hdet.user_warning import warn
 
 _PARAMETERS = itemgetter("params")
@@ -32,6 +34,8 @@ class LoopChecks:
         self._replicas = replicas
         self._passed: set[int] = set()
         self._first = None if replicas.left_to_loop or not replicas.local else replicas.local[0]
+        called = replicas.local[0].model if replicas.local else None
+        self._wrapped = called if isinstance(called, DistributedDataParallel) else None
         self._watched = next((p for p in replicas.hosts[0][0].parameters() if p.requires_grad), None)
         self._lost: set[str] = set()  # names of knobs of which it was said that their modules are gone
         self._version, self._untold = -1, -1  # the first change is that of a step that was told, or of none
@@ -68,8 +72,14 @@ class LoopChecks:
             )
 
     def told(self) -> None:
-        """The loop calls `engine.step`."""
+        """The loop calls `engine.step`.
+
+        Raises:
+            StepError: it lets ranks make different numbers of steps.
+        """
         self._untold = -1
+        if self._wrapped is not None:
+            refusals.joined(self._wrapped)
 
     def passed(self, replica: Replica) -> None:
         """A replica's block was left without an error."""

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hdet.engine.engine import Engine
@@ -23,6 +22,7 @@ from hdet.overlay.passes import Passes
 from hdet.overlay.rates import Rates
 from hdet.overlay.reported_losses import ReportedLosses
 from hdet.replicas import tensors
+from hdet.replicas.distributed import refusals
 from hdet.replicas.distributed.ranks import Ranks
 from hdet.replicas.parallel import world
 from hdet.signals import Probe
@@ -176,7 +176,7 @@ class Riding:
             self._notice_untraced()
             return
         self._forget_failed_step()
-        self._refuse_join()
+        refusals.joined(self.model)
         self._refuse_late_ranks()
         self._follow(settled=False)
         self.passes.begin()
@@ -461,14 +461,6 @@ class Riding:
                 )
         for callback in self.callbacks:
             callback(record)
-
-    def _refuse_join(self) -> None:
-        if isinstance(self.model, DistributedDataParallel) and self.model._join_config.enable:
-            raise StepError(
-                "DistributedDataParallel.join() lets ranks make different numbers of steps, and hdet's ranks meet at "
-                "each window's end, where one would wait for ever; give all ranks as many batches, as "
-                "DistributedSampler does, and leave join() out"
-            )
 
     def _refuse_late_ranks(self) -> None:
         if self._found_alone and world() > 1:

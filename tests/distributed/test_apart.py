@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from launch import launch
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
@@ -87,6 +88,13 @@ def recipe() -> Found:
     engine = hdet.recommended(model, optimizer, total_steps=STEPS, probe=probe(), quiet=True, replicas=home)
     found["error"] = train(engine, quiet=lambda model: model.no_sync())
     return found
+
+
+def joined() -> str:
+    """What the first step says where ranks may make different numbers of steps."""
+    model, engine = data_parallel()
+    with Join([model]):  # type: ignore[list-item]
+        return train(engine)
 
 
 def refused() -> Found:
@@ -193,6 +201,7 @@ def two_ranks() -> Found:
         copies.optimizers[1].zero_grad()
 
     found["one optimizer not stepped"] = train(copies, before_update=forget_one)
+    found["joined"] = joined()
     found["recipe"] = recipe()
     found["refused"] = refused()
     found["nudged"] = one_nudged()
@@ -216,6 +225,12 @@ def test_ranks_that_never_share_gradients_end_with_an_error_that_says_so(ranks: 
         assert "last backward of every step outside no_sync()" in found[name]
         assert "engine.share_gradients()" in found[name]
     assert ranks[0][name] == ranks[1][name]
+
+
+def test_ranks_that_may_make_different_numbers_of_steps_are_refused_in_the_first(ranks: list[Found]) -> None:
+    """Else those with more batches wait at a window's end, until the group's timeout, for one that is done."""
+    for found in ranks:
+        assert "lets ranks make different numbers of steps" in found["joined"]
 
 
 def test_gradients_that_are_accumulated_and_averaged_are_no_error(ranks: list[Found]) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from hdet.errors import ConfigError
+from hdet.errors import ConfigError, StepError
 from hdet.replicas.chained_optimizer import chained
 from hdet.replicas.dense import can_be_written
 from hdet.replicas.distributed import fully_sharded
@@ -153,6 +153,20 @@ def other_group(model: DistributedDataParallel, layout: Layout) -> None:
         raise ConfigError(
             f"DistributedDataParallel averages gradients over the ranks {list(ranks)}, and the replicas lie on "
             f"{list(layout.global_peers)}; give both the same process group"
+        )
+
+
+def joined(model: object) -> None:
+    """Ranks of different numbers of steps: those that are done follow data parallelism's collectives, and no others.
+
+    Raises:
+        StepError: the model runs under `DistributedDataParallel.join()`.
+    """
+    if isinstance(model, DistributedDataParallel) and model._join_config.enable:
+        raise StepError(
+            "DistributedDataParallel.join() lets ranks make different numbers of steps, and hdet's ranks meet at "
+            "each window's end, where one would wait for ever; give all ranks as many batches, as "
+            "DistributedSampler does, and leave join() out"
         )
 
 
