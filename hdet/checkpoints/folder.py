@@ -26,6 +26,7 @@ from hdet.errors import CheckpointError, ConfigError
 from hdet.files import PART, part_of, renamed
 from hdet.replicas.distributed.layout import Group
 from hdet.replicas.distributed.lost_rank import translated
+from hdet.replicas.distributed.process_group import BEFORE_THE_END
 from hdet.user_warning import warn
 
 KEY = "hdet"
@@ -70,6 +71,9 @@ class CheckpointFolder:
     def save(self, engine: Engine, *, wait: bool = True) -> Path:
         """Save the last converged point; without `wait`, copy it and write in the background.
 
+        What is written in the background is lost where its process group is destroyed before: call `wait()` first,
+        which `hdet.process_group` does by itself. When the run is over nothing trains beside it, and it is waited for.
+
         Raises:
             CheckpointError: on every rank, if any rank could not write, or if the folder holds a newer point, from
                 which this engine has not gone on. The folder's other checkpoints are whole. Or the engine is that of
@@ -79,6 +83,7 @@ class CheckpointFolder:
 
         snapshot.refuse_of_a_search(engine.cycle)
         self.wait()
+        wait = wait or engine.finished
         target = self.path / _name(engine)
         group = everyone(engine)
         try:
@@ -104,6 +109,8 @@ class CheckpointFolder:
                     publisher = ThreadPoolExecutor(1)
                     self._saving = Saving(engine, target, publisher.submit(finish))
                     publisher.shutdown(wait=False)  # its thread ends with the save
+                    if group is not None:
+                        BEFORE_THE_END.add(self.wait)
         except (dcp.api.CheckpointException, OSError) as error:
             raise _failed(target, error) from None
         if wait:
@@ -121,6 +128,7 @@ class CheckpointFolder:
         if self._saving is None:
             return
         saving, self._saving = self._saving, None
+        BEFORE_THE_END.discard(self.wait)
         try:
             with translated("waiting for a checkpoint"):
                 saving.published.result()

@@ -369,6 +369,23 @@ def test_a_save_in_the_background_gets_its_name_without_anybody_waiting(
     assert hdet.checkpoints.CheckpointFolder(tmp_path).resume(start()) == 4
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_last_save_is_whole_when_it_returns(
+    start: Callable[[], hdet.Engine], train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop is over, and may take down what a save in the background needs."""
+
+    def slowly(*arguments: Any) -> None:
+        time.sleep(0.5)
+        publish(*arguments)
+
+    monkeypatch.setattr(folder, "publish", slowly)
+    engine = start()
+    train(engine, 12)
+    assert engine.finished
+    assert (hdet.checkpoints.CheckpointFolder(tmp_path).save(engine, wait=False) / "manifest.json").exists()
+
+
 def begun(frozen: bool, merge: hdet.merges.Merge) -> hdet.Engine:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))

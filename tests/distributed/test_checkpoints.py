@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from launch import launch
+from launch import free_port, launch, start
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from training import difference, network, optimizer_of, probe, train
 
 import hdet
+from hdet.checkpoints import folder as checkpoint_folder
+from hdet.checkpoints.manifest import publish
 from hdet.errors import CheckpointError
 from hdet.merges import Mean
 
@@ -499,3 +503,28 @@ def test_a_guard_looks_for_the_best_point_anew_after_a_sharded_checkpoint(tmp_pa
     assert not engine.cycle.watch.bases
     train(engine, 2 * cases.WINDOW)
     assert engine.cycle.watch.bases
+
+
+def leaves_while_it_is_written(rank: int, ranks: int, port: int, folder: Path) -> None:
+    """A run without an end of its own, that nobody waits for."""
+
+    def slowly(*arguments: Any) -> None:
+        time.sleep(1.0)
+        publish(*arguments)
+
+    checkpoint_folder.publish = slowly  # type: ignore[attr-defined]
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    with hdet.process_group("gloo", timeout=30.0):
+        model = DistributedDataParallel(network())
+        engine = hdet.Engine(hdet.distribute(model, optimizer_of(model)), [hdet.LearningRate()], window=4)
+        train(engine, 4)
+        hdet.checkpoints.CheckpointFolder(folder).save(engine, wait=False)
+
+
+def test_the_groups_end_waits_for_a_checkpoint_in_the_background(tmp_path: Path) -> None:
+    processes = start(leaves_while_it_is_written, 2, free_port(), tmp_path)
+    for process in processes:
+        process.join(timeout=60)
+    assert [process.exitcode for process in processes] == [0, 0]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step_00000004"]

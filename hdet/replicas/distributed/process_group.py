@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib import import_module
@@ -15,17 +15,21 @@ from hdet.errors import ConfigError
 
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
+BEFORE_THE_END: set[Callable[[], object]] = set()
+"""What waits for work in the background that needs groups: a checkpoint's save."""
+
 
 @contextmanager
 def process_group(backend: str | None = None, timeout: float = 600.0) -> Iterator[dist.ProcessGroup]:
     """The group of all of torchrun's ranks, inside the block.
 
-    Like `torch.distributed.init_process_group`, with three differences. Each restart of torchrun uses keys of its own
+    Like `torch.distributed.init_process_group`, with four differences. Each restart of torchrun uses keys of its own
     in the store that all attempts share; without, gloo connects to addresses of the attempt before, and a restart
-    hangs or fails. The group is destroyed when the block is left, else the exits of the ranks race. And nothing
-    holds it beyond that: modules of torch that keep every group alive which exists when they are first imported
-    (torch 2.13: those that `torch.optim` and `fully_shard` draw in) are imported before it is made. A group that
-    is kept alive keeps threads that may abort the process at its exit.
+    hangs or fails. Checkpoints that are written in the background when the block ends are waited for. The group is
+    destroyed when the block is left, else the exits of the ranks race. And nothing holds it beyond that: modules of
+    torch that keep every group alive which exists when they are first imported (torch 2.13: those that `torch.optim`
+    and `fully_shard` draw in) are imported before it is made. A group that is kept alive keeps threads that may abort
+    the process at its exit.
 
     Args:
         backend: by default gloo for tensors on the CPU, and nccl for those on GPUs where each rank of this machine
@@ -34,6 +38,7 @@ def process_group(backend: str | None = None, timeout: float = 600.0) -> Iterato
 
     Raises:
         ConfigError: torchrun's environment variables are missing.
+        CheckpointError: at the block's end, a save in the background failed.
     """
     missing = [name for name in REQUIRED if name not in os.environ]
     if missing:
@@ -65,6 +70,8 @@ def process_group(backend: str | None = None, timeout: float = 600.0) -> Iterato
     assert dist.group.WORLD is not None
     try:
         yield dist.group.WORLD
+        for wait in tuple(BEFORE_THE_END):
+            wait()
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
