@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from hdet.errors import ConfigError, StepError
 from hdet.replicas.generators import numbers_lent
@@ -31,8 +31,8 @@ def require_batches(batches: object, whose: str) -> None:
 
 
 def number_of(batches: Any) -> int | None:
-    """How many there are; None where nobody knows: of a function, and of a loader that goes through a stream."""
-    return None if _streams(batches) or callable(batches) else len(batches)
+    """How many there are; None where nobody knows: of a function, and of a loader of a stream or without a length."""
+    return len(batches) if not callable(batches) and not _streams(batches) and _has_length(batches) else None
 
 
 def shown(signal: object, loss: object, batches: Any, told: str = "") -> str:
@@ -44,8 +44,15 @@ def shown(signal: object, loss: object, batches: Any, told: str = "") -> str:
 
 
 def _has_length(batches: Any) -> bool:
-    """Whether something knows that they end. Every DataLoader has a length, which a stream of it may refuse."""
-    return hasattr(batches.dataset if _streams(batches) else batches, "__len__")
+    """Whether something knows that they end. Every DataLoader has a length, which its stream or sampler may refuse."""
+    own = batches
+    if _streams(batches):
+        own = batches.dataset
+    elif isinstance(batches, DataLoader):
+        own = batches.sampler if batches.batch_sampler is None else batches.batch_sampler
+        if getattr(type(own), "__len__", None) is BatchSampler.__len__:  # which asks the sampler that it has
+            own = own.sampler
+    return hasattr(own, "__len__")
 
 
 def _streams(batches: object) -> bool:

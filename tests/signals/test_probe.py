@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
 
 import hdet
 from hdet import Engine, Probe
 from hdet.errors import ConfigError, StepError
+from hdet.signals.batches import number_of
 from hdet.spreads import TwoLevel
 
 
@@ -96,7 +97,52 @@ class Endless(IterableDataset[torch.Tensor]):
         return iter(lambda: torch.ones(1), None)
 
 
-@pytest.mark.parametrize("batches", [DataLoader(Endless()), lambda window: (torch.ones(1) for _ in repeat(0))])
+class Places:
+    """A sampler that does not say how many."""
+
+    def __init__(self, *given: Any) -> None:
+        self.given = given
+
+    def __iter__(self) -> Any:
+        return iter(*self.given)
+
+
+class Counted(BatchSampler):
+    def __len__(self) -> int:
+        return 2
+
+
+DATA: Any = torch.arange(8.0)
+
+
+@pytest.mark.parametrize(
+    ("loader", "told"),
+    [
+        (DataLoader(DATA, batch_size=4, sampler=Places(range(8))), None),
+        (DataLoader(DATA, batch_sampler=Places([range(4), range(4, 8)])), None),
+        (DataLoader(DATA, batch_size=None, sampler=Places([range(4), range(4, 8)])), None),
+        (DataLoader(DATA, batch_sampler=Counted(Places(range(8)), 4, False)), 2),
+        (DataLoader(DATA, batch_sampler=[range(4), range(4, 8)]), 2),
+        (DataLoader(DATA, batch_size=4), 2),
+        (DataLoader(DATA.reshape(2, 4), batch_size=None), 2),
+    ],
+)
+def test_a_loader_is_gone_through_whether_or_not_its_sampler_knows_how_many(
+    loader: DataLoader[Any], told: int | None
+) -> None:
+    assert Probe(lambda model, x: x.mean(), loader).measure(nn.Linear(1, 1), 0).tolist() == [1.5, 5.5]
+    assert number_of(loader) == told
+
+
+ENDLESS = [
+    DataLoader(Endless()),
+    DataLoader(DATA, batch_size=4, sampler=Places(int, 1)),
+    lambda window: DataLoader(DATA, batch_size=4, sampler=Places(int, 1)),
+    lambda window: (torch.ones(1) for _ in repeat(0)),
+]
+
+
+@pytest.mark.parametrize("batches", ENDLESS, ids=["stream", "sampler", "function of a loader", "function"])
 def test_batches_without_an_end_are_refused(batches: Any) -> None:
     with pytest.raises(StepError, match=r"1000 batches for one window.* and may have no end: give a part of it"):
         Probe(lambda model, x: x.mean(), batches).draw(0)
