@@ -69,7 +69,7 @@ class LeastSquares(Estimator):
         squares = levels**2 / 2
         finite = np.isfinite(squares).all(axis=0)
         curved = [int(k) for k in np.flatnonzero(varies(squares) & finite)]
-        needed = int(varies(levels).sum()) + len(curved) + (losses.shape[1] == 1)
+        needed = int(varies(levels).sum()) + len(curved) + (losses.shape[1] == 1 or self.replica_noise)
         if curved and needed <= len(levels) - 1:
             fit = regress(np.hstack([levels, squares[:, curved]]), losses, replica_noise=self.replica_noise)
             if fit.identified[levels.shape[1] :].all():

@@ -61,6 +61,10 @@ def test_curvature_waits_for_degrees_of_freedom() -> None:
     losses = (x + x**2)[:, None] * np.array([1.0, 1.2])
     (estimate,) = fit(x[:, None], losses, LeastSquares(curvature=True))
     assert (estimate.slope, estimate.curvature) == pytest.approx((1.1, 2.2))
+    # Where the scatter of replicas is part of the error, it has to be left, too.
+    (estimate,) = fit(x[:, None], losses, LeastSquares(curvature=True, replica_noise=True))
+    assert estimate == fit(x[:, None], losses, LeastSquares(replica_noise=True))[0]
+    assert np.isfinite(estimate.stderr)
 
 
 def test_curvature_is_off_unless_asked_for() -> None:
