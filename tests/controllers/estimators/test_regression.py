@@ -63,6 +63,45 @@ def test_a_column_that_stands_still_says_nothing_and_costs_nothing() -> None:
     assert fit.stderr == pytest.approx([math.sqrt(4 / 3), math.inf])
 
 
+@pytest.mark.parametrize("replica_noise", [False, True])
+@pytest.mark.parametrize("batches", [1, 2, 3])
+@pytest.mark.parametrize("n", [4, 6])
+def test_it_is_what_the_formulas_say(n: int, batches: int, replica_noise: bool) -> None:
+    draw = np.random.default_rng(n)
+    x, losses = draw.normal(size=(n, 2)), draw.normal(size=(n, batches))
+    design, left = np.hstack([x, np.ones((n, 1))]), n - 3
+    each = (np.linalg.pinv(design) @ losses)[:2]
+    residuals = losses - design @ np.linalg.pinv(design) @ losses
+    of_batches, of_replicas = np.zeros(2), np.zeros(2)
+    if batches > 1:
+        of_batches = each.var(axis=1, ddof=1) / batches
+    if batches == 1 or replica_noise:
+        scatter = (residuals.mean(axis=1) ** 2).sum() / left
+        if batches > 1:
+            scatter = max(scatter - residuals.var(axis=1, ddof=1).sum() / left / batches, 0.0)
+        of_replicas = scatter * np.diag(np.linalg.inv(design.T @ design))[:2]
+    variance = of_batches + of_replicas
+    freedoms = variance**2 / (of_batches**2 / max(batches - 1, 1) + of_replicas**2 / left)
+    fit = regress(x, losses, replica_noise=replica_noise)
+    assert fit.coefficients == pytest.approx(each.mean(axis=1))
+    assert fit.stderr == pytest.approx(np.sqrt(variance))
+    if batches > 1 and not replica_noise:
+        assert np.array(fit.by_sub_batch) == pytest.approx(each)
+        assert fit.freedom(0) is None
+    else:
+        assert fit.slopes(0) == ()
+        assert [fit.freedom(0), fit.freedom(1)] == pytest.approx(freedoms)
+
+
+def test_the_minimum_norm_is_in_units_of_each_columns_deviation() -> None:
+    draw = np.random.default_rng(0)
+    x, losses = draw.exponential(size=(6, 2)), draw.normal(size=(6, 1))
+    x = np.hstack([x, 10.0 * x.sum(axis=1, keepdims=True)])
+    units = (x - x.mean(axis=0)) / x.std(axis=0)
+    expected = np.linalg.pinv(units) @ (losses - losses.mean())
+    assert regress(x, losses).coefficients == pytest.approx(expected[:, 0] / x.std(axis=0))
+
+
 def placebo_t(draw: np.random.Generator, *, batches: int, slopes: float, replicas: float, each: float) -> Array:
     """t of a placebo knob in 1500 windows of N = 16, K = 3, its neighbours having effects.
 
