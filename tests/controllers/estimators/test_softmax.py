@@ -72,6 +72,27 @@ def test_delta_method_error_by_hand() -> None:
     assert estimate.stderr == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.5])
+def test_the_error_of_losses_without_sub_batches_by_hand(smoothing: float) -> None:
+    # w = (1 - p, p) with p = 1 / (1 + e^-2), d slope / d L = -+2 p (1 - p) / sigma, and the losses' sd is 0.1 sqrt 2.
+    (told,) = windows(Softmax(0.1, smoothing=smoothing), [([-1.0, 1.0], [1.1, 0.9])])
+    p = 1 / (1 + math.exp(-2.0))
+    assert told.stderr == pytest.approx(0.1 * math.sqrt(2) * math.sqrt(2) * 2 * p * (1 - p) / 0.1)
+    assert told.freedom is None
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.5])
+@pytest.mark.parametrize("batches", [1, 3])
+def test_where_levels_are_centred_changes_nothing(batches: int, smoothing: float) -> None:
+    draw, rule = np.random.default_rng(2), Softmax(0.1, smoothing=smoothing)
+    levels, losses = draw.normal(size=(5, 2)), draw.normal(1.0, 0.1, (5, batches))
+    told = []
+    for offset in (np.zeros(2), np.array([3.0, -2.0])):
+        comparison = Comparison(levels + offset, losses, np.zeros(2), np.ones(5))
+        told.append([(one.slope, one.stderr) for one in rule.estimate(rule.start(knobs=2), comparison)[0]])
+    assert told[0] == [pytest.approx(one) for one in told[1]]
+
+
 # -- smoothing --------------------------------------------------------------------------------------
 
 
