@@ -50,9 +50,7 @@ def _has_length(batches: Any) -> bool:
         own = batches.dataset
     elif isinstance(batches, DataLoader):
         own = batches.sampler if batches.batch_sampler is None else batches.batch_sampler
-        if (
-            isinstance(own, BatchSampler) and type(own).__len__ is BatchSampler.__len__
-        ):  # which asks the sampler that it has
+        if isinstance(own, BatchSampler) and type(own).__len__ is BatchSampler.__len__:  # asks the sampler it has
             own = own.sampler
     return hasattr(own, "__len__")
 
