@@ -535,6 +535,16 @@ def test_a_picture_that_cannot_be_written_costs_nothing_else(
     assert same(model_of(folder), model_of(finished))
 
 
+def test_a_picture_that_cannot_be_drawn_costs_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(windows: object, **options: object) -> None:
+        raise ValueError("no such axis")
+
+    monkeypatch.setattr("hdet.app.run.runner.overview", broken)
+    with pytest.warns(UserWarning, match=r"bases.png could not be written \(no such axis\), and all else is"):
+        Run(CONFIG, tmp_path / "run")()
+    assert RunFolder(tmp_path / "run").load_result() is not None
+
+
 def test_a_run_that_ends_while_its_picture_is_drawn_is_resumed_and_drawn(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
