@@ -223,6 +223,17 @@ class LentScalar:
         """
         if self.hand.in_force:
             return
+        self.refuse_written()
+        self.hand.in_force = True
+        if self.hand.value is not None:
+            self.inner.write(self.hand.value)
+
+    def refuse_written(self) -> None:
+        """Go on where nothing has written the scalar between passes.
+
+        Raises:
+            StepError: something else has.
+        """
         found = self.inner.read()
         if found != self._left:
             raise StepError(
@@ -230,9 +241,6 @@ class LentScalar:
                 f"hdet explores; leave one of the two out, hdet's by exclude=({self.name!r},), or a knob that you gave "
                 f"by leaving it out of knobs="
             )
-        self.hand.in_force = True
-        if self.hand.value is not None:
-            self.inner.write(self.hand.value)
 
     def take_out(self) -> None:
         """Put back what was there; the base, where evaluation depends on it."""
@@ -362,10 +370,10 @@ class Lending:
 
         A scalar that evaluation depends on rests at its base there.
         """
-        stay = [scalar for scalar in self.scalars if scalar.stays]
+        stay = [scalar for scalar in self.scalars if scalar.stays and not scalar.hand.in_force]
+        for scalar in stay:
+            scalar.refuse_written()
         try:
-            for scalar in stay:
-                scalar.put_in()
             for group in self.groups:
                 group.hand.waits = True
             yield
@@ -373,7 +381,7 @@ class Lending:
             for group in self.groups:
                 group.hand.waits = False
             for scalar in stay:
-                scalar.take_out()
+                scalar.let_rest()
 
     @contextmanager
     def all_in_force(self) -> Iterator[None]:
