@@ -70,4 +70,7 @@ def reported_run(path: Path) -> ReportedRun:
     there = folder.config.is_file() and folder.config.stat().st_size > 0
     declared = read(folder.config) if there else {}  # first: it tells of a text that cannot be read
     configuration = folder.config.read_text(encoding="utf-8") if there else ""
-    return ReportedRun(path.resolve().name, windows, configuration, declared, folder.load_result() or {})
+    result = folder.load_result() or {}
+    if result.get("comparing") is True and not folder.taken():  # killed outright, unless it has ended since
+        result = {**(folder.load_result() or {}), "comparing": False}
+    return ReportedRun(path.resolve().name, windows, configuration, declared, result)

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from hdet.app.output import Screen
 from hdet.app.report import reported_run
+from hdet.app.run.folder import RunFolder
 from hdet.app.serving import PageServer
 from hdet.app.table import whole_table
 from hdet.app.text import one_line
@@ -91,17 +92,19 @@ class _Drawn:
         self.run = run
         self._of: tuple[int, ...] = ()
         self._page = ("", True)
+        self._comparing = False
 
     def __call__(self) -> tuple[str, bool]:
         """The page, and whether it may still change."""
         files = (self.run / "history.jsonl", self.run / "result.json") if self.run.is_dir() else (self.run,)
         state = tuple(file.stat().st_mtime_ns if file.is_file() else 0 for file in files)
-        if state != self._of or not self._page[0]:
+        killed = self._comparing and not RunFolder(self.run).taken()
+        if state != self._of or killed or not self._page[0]:
             seen = _look(self.run)
             if not seen.windows:
                 name = html.escape(one_line(seen.name))
                 return f"<!DOCTYPE html><title>{name}</title><p>{name}: no window has closed yet", True
-            self._page = page(seen), not seen.over
+            self._page, self._comparing = (page(seen), not seen.over), seen.comparing
             self._of = state
         return self._page
 

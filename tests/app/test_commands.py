@@ -18,7 +18,10 @@ from rich.console import Console
 from small_run import DIGITS, call
 
 import hdet
+from hdet.app.report import reported_run
 from hdet.app.run import Run, RunConfig, Watcher
+from hdet.app.run.folder import RunFolder
+from hdet.app.watch import _Drawn
 from hdet.document import parse
 from hdet.record import WindowRecord
 
@@ -111,11 +114,24 @@ def test_a_run_to_be_compared_is_watched_until_the_other_has_ended(
 
     monkeypatch.setattr("time.sleep", compared)
     monkeypatch.setattr(Console, "is_terminal", terminal)
-    assert call("watch", str(folder)) == 0
+    with RunFolder(folder).held():
+        assert call("watch", str(folder)) == 0
     said = capsys.readouterr().out
     assert "trained: held-out loss 1.2500; the same run without hdet is trained now" in said
     assert waited == ([2.0] if terminal else [])
     assert ("over: held-out loss 1.2500; 1.5000 without hdet" in said) == terminal
+
+
+def test_a_comparison_that_was_killed_outright_is_waited_for_no_longer(over: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(over, tmp_path / "killed")
+    result = json.loads((folder / "result.json").read_text())
+    (folder / "result.json").write_text(json.dumps({**result, "comparing": True}))
+    drawn = _Drawn(folder)
+    with RunFolder(folder).held():
+        assert reported_run(folder).comparing
+        assert drawn()[1], "the page is refreshed"
+    assert reported_run(folder).over
+    assert not drawn()[1], "though no file has changed since"
 
 
 def test_before_the_first_window_and_where_there_is_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -90,6 +90,19 @@ class RunFolder:
                 f"another process is at the run in {self.path}; wait until it has ended, or choose another --out"
             ) from None
 
+    def taken(self) -> bool:
+        """Whether a process has the folder, as far as the system tells; it ends with that process, be it killed."""
+        try:
+            import fcntl
+
+            with self._lock.open("rb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except (ModuleNotFoundError, OSError):  # held, or this system cannot tell
+            return True
+        return False
+
     def begin(self, config: RunConfig) -> None:
         """Make the folder, remove an earlier run's files (those only) and write the configuration."""
         self.path.mkdir(parents=True, exist_ok=True)
