@@ -336,6 +336,13 @@ def test_a_folder_in_use_is_refused_and_left_alone(finished: Path) -> None:
     assert {path: path.read_bytes() for path in finished.iterdir()} == before
 
 
+def test_a_damaged_configuration_is_named(finished: Path, tmp_path: Path) -> None:
+    kept = shutil.copytree(finished, tmp_path / "run") / "config.yaml"
+    kept.write_text(kept.read_text()[:30])
+    with pytest.raises(ConfigError, match=f"^{kept}: .*steps: Field required"):
+        Run(CONFIG, kept.parent, resume=True)
+
+
 def test_nothing_to_resume_and_a_file_in_the_way_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nothing to resume"):
         Run(CONFIG, tmp_path / "none", resume=True)

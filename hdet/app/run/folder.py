@@ -13,7 +13,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from hdet.app.run.config import RunConfig
-from hdet.document import dump, read
+from hdet.document import dump
 from hdet.errors import CheckpointError, ConfigError, HdetError
 from hdet.files import damaged_part, parts_of, replace, replaced
 
@@ -60,7 +60,7 @@ class RunFolder:
     def _check_same(self, config: RunConfig) -> None:
         if not self.config.exists():
             raise ConfigError(f"nothing to resume: {self.path} holds no run; leave --resume out to start one")
-        kept, wanted = RunConfig.from_dict(read(self.config)).to_dict(), config.to_dict()
+        kept, wanted = RunConfig.load(self.config).to_dict(), config.to_dict()
         changed = [name for name in wanted if kept[name] != wanted[name]]
         if changed:
             raise ConfigError(

@@ -61,7 +61,12 @@ def ablate(
         errors = _run(console, folder, mine, jobs, shown.metrics)
     except KeyboardInterrupt as error:
         raise typer.Exit(ended_early(error, "; the same command goes on")) from None
-    problems = summarise(folder, shown, everything)
+    try:
+        problems = summarise(folder, shown, everything)
+    except OSError as error:
+        raise HdetError(
+            f"the tables in {folder.path} could not be written ({error}); make room, and the same command writes them"
+        ) from None
     for metric in shown.metrics:
         text = folder.path / f"table_{file_name(metric)}.txt"
         if text.exists():

@@ -81,11 +81,15 @@ def run_cell(config: dict[str, Any] | None, command: tuple[str, ...] | None, out
                 assert command is not None
                 _call(command, folder, lock)
         except Exception as error:
-            (folder / ERROR).write_text(traceback.format_exc(), encoding="utf-8")
+            told = f"see {folder / ERROR}"
+            try:
+                replace(folder / ERROR, traceback.format_exc().encode())
+            except OSError as full:  # a full disk is to end no other cell
+                told = f"{folder / ERROR} could not be written ({full})"
             if isinstance(error, HdetError):
                 return str(error)
             said = f"{type(error).__name__}: {str(error) or 'no message'}".splitlines()[0]
-            return f"{said}; see {folder / ERROR}"
+            return f"{said}; {told}"
     return None
 
 
@@ -117,7 +121,7 @@ def _train(config: RunConfig, out: Path) -> None:
         # Without a configuration nothing was begun, whatever a kill may have left.
         Run(config, out, resume=begun, force=not begun)()
     except DivergedError as error:
-        (out / DIVERGED).write_text(json.dumps({"error": str(error)}), encoding="utf-8")
+        replace(out / DIVERGED, json.dumps({"error": str(error)}).encode())
 
 
 def _call(command: tuple[str, ...], out: Path, lock: int) -> None:

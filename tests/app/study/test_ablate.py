@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -599,6 +600,28 @@ def test_a_folder_that_cannot_be_made_is_one_line(
     assert f"{out} cannot be a study's folder: [Errno" in said
     assert said.endswith("; choose another --out\n")
     assert said.count("\n") == 1
+
+
+def test_a_full_disk_is_told_in_lines_and_ends_no_other_cell(
+    ablate: Ablate, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full() -> str:
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (700, before[1]))
+        try:
+            with pytest.raises(SystemExit) as ended:
+                ablate("--out", str(tmp_path / "full"))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert ended.value.code == 1
+        return capsys.readouterr().err
+
+    assert "4 cells failed" in full()
+    ablate("--out", str(tmp_path / "full"))
+    (tmp_path / "full" / "curves.png").unlink()
+    assert "make room, and the same command writes them" in full()
+    ablate("--out", str(tmp_path / "full"))
+    assert (tmp_path / "full" / "curves.png").exists()
 
 
 def test_without_posix_locks_a_study_is_planned_and_not_run(
