@@ -30,3 +30,12 @@ def writing(path: Path, option: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(f"{path} cannot be written to: {error}; choose another {option}") from None
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """A file or folder that this user may not look into is a ConfigError in the block."""
+    try:
+        yield
+    except PermissionError as error:
+        raise ConfigError(f"{path} may not be read: {error}; have its owner allow it, or give another path") from None

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from hdet.app.output import writing
+from hdet.app.output import reading, writing
 from hdet.app.run.folder import RunFolder
 from hdet.document import read
 from hdet.errors import ConfigError
@@ -57,9 +57,14 @@ def reported_run(path: Path) -> ReportedRun:
     """A run from its folder, or from its history alone.
 
     Raises:
-        ConfigError: there is no history, or the declaration beside it is no mapping.
+        ConfigError: there is no history, it may not be read, or the declaration beside it is no mapping.
         HdetError: what lies there cannot be read.
     """
+    with reading(path):
+        return _reported_run(path)
+
+
+def _reported_run(path: Path) -> ReportedRun:
     folder = RunFolder(path)
     source = folder.history if path.is_dir() else path
     if not source.is_file():

@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from hdet.app.output import Screen
+from hdet.app.output import Screen, reading
 from hdet.app.report import reported_run
 from hdet.app.run.folder import RunFolder
 from hdet.app.serving import PageServer
@@ -27,11 +27,12 @@ from hdet.record import WindowRecord
 from hdet.report import ReportedRun, page, verdicts
 
 LATEST_FAULTS = 3
+DAY = 86_400.0
 
 
 def watch(
     run: Annotated[Path, typer.Argument(help="Run folder, or the history file of a loop of your own.")],
-    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 2.0,
+    every: Annotated[float, typer.Option(min=0.1, max=DAY, help="Seconds between two looks.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Look once; so it is, too, where there is no terminal.")] = False,
     serve: Annotated[bool, typer.Option("--serve", help="Serve the report's page, refreshing itself.")] = False,
     host: Annotated[
@@ -50,7 +51,9 @@ def watch(
 
     Example: hdet watch runs/quickstart --serve
     """
-    if not run.exists():
+    with reading(run):
+        there = run.exists()
+    if not there:
         raise ConfigError(f"there is nothing at {run}; give the folder of a run (--out of hdet run), or a history file")
     if serve and once:
         raise ConfigError("--serve goes on until Ctrl-C, and --once looks once; say one of them")
@@ -110,8 +113,9 @@ class _Drawn:
 
 
 def _look(run: Path) -> ReportedRun:
-    history = run / "history.jsonl" if run.is_dir() else run
-    return reported_run(run) if history.is_file() else ReportedRun(run.resolve().name, [])
+    with reading(run):
+        history = run / "history.jsonl" if run.is_dir() else run
+        return reported_run(run) if history.is_file() else ReportedRun(run.resolve().name, [])
 
 
 def shown(run: ReportedRun) -> Group:

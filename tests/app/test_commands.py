@@ -141,6 +141,26 @@ def test_before_the_first_window_and_where_there_is_nothing(tmp_path: Path, caps
     assert "there is nothing at" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", [["report"], ["watch"], ["export"], ["ablate", "study.yaml", "--out"]])
+def test_a_folder_that_may_not_be_entered_is_one_line(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shut = tmp_path / "shut"
+    shut.mkdir()
+    (tmp_path / "study.yaml").write_text(json.dumps({"base": DIGITS}))
+
+    def seen(path: Path) -> bool:
+        if shut in path.parents:
+            raise PermissionError(13, "Permission denied", str(path))
+        return os.path.exists(path)
+
+    monkeypatch.chdir(tmp_path)
+    for method in ("exists", "is_file"):
+        monkeypatch.setattr(Path, method, seen)
+    assert call(*command, shut) == 2
+    assert f"{shut} may not be read: [Errno 13]" in capsys.readouterr().err
+
+
 def test_in_a_terminal_the_view_ends_with_the_run(over: Path) -> None:
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "PYTHONPATH": str(Path(hdet.__file__).parents[1])}

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from hdet import __version__
-from hdet.app.output import Screen
+from hdet.app.output import Screen, reading
 from hdet.app.run.launching import ended_early
 from hdet.app.study import pictures, pool, runner, starts, statistics, tables
 from hdet.app.study.cells import Cell, Timer, cells, shard
@@ -45,6 +45,8 @@ def ablate(
     declared = Study.load(study)
     shown = declared.quickened() if quick else declared
     folder = StudyFolder(out if out is not None else Path("runs") / shown.name)
+    with reading(folder.path):
+        (folder.path / "cells").exists()  # it tells of a folder that this user may not enter
     everything, timings = _planned(declared, folder, quick=quick, jobs=jobs, dry_run=dry_run, part=part)
     mine = everything if part is None else shard(everything, part)
     console = Screen(highlight=False)
