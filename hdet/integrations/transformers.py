@@ -262,6 +262,12 @@ def _judged(
             f"{type(trainer).__name__} learns from rewards of what the model generates, and its loss does not fall as "
             f"the model gets better; give an hdet.Probe whose loss does, or train without hdet"
         )
+    if getattr(trainer.args, "loss_type", None) == "dft":  # TRL's
+        raise ConfigError(
+            f"loss_type='dft' weighs each token by its own probability, so that the loss of {type(trainer).__name__} "
+            f"rises while a model that knows little gets better; give an hdet.Probe whose loss falls, as "
+            f"model(**batch).loss does, or take loss_type='nll'"
+        )
     if isinstance(data, str):
         there = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {}
         if data not in there:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from tiny import ADAPTER_HELD, CONTEXT, gpt2
+from tiny import ADAPTER_HELD, CONTEXT, Text, gpt2
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
@@ -118,6 +118,27 @@ def test_data_that_it_has_not_prepared_are_refused(tmp_path: Path, tokenizer: Pr
     made.add_callback(hdet.transformers.Search(probe=lines("probe", 16)))
     with pytest.raises(ConfigError, match="cannot make a batch of the probe's data"):
         made.train()
+
+
+def test_a_loss_that_rises_as_the_model_gets_better_is_refused(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    probe = [{"input_ids": batch, "labels": batch} for batch in Text("probe", 32).tokens.split(8)]
+    mean = hdet.Probe(lambda model, batch: model(**batch).loss, probe)
+    for objective in (None, "probe"):
+        made = sft(tmp_path, tokenizer, loss_type="dft")
+        made.add_callback(hdet.transformers.Search(probe=mean if objective else "probe", objective=objective))
+        with pytest.raises(ConfigError, match="weighs each token by its own probability"):
+            made.train()
+    made = sft(tmp_path, tokenizer, loss_type="dft")
+    callback = hdet.transformers.Search(probe=mean)
+    made.add_callback(callback)
+    with pytest.warns(UserWarning, match="they are on different scales"):
+        made.train()
+    assert callback.search is not None
+    assert callback.search.finished
+    first, *_, last = [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+    assert last > first
 
 
 def preferences(split: str, examples: int) -> Dataset:
