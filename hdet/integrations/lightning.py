@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
 from hdet.errors import ConfigError, MissingExtraError
 from hdet.integrations.dataset_probe import PROBE_TRAINS
@@ -92,7 +93,7 @@ class Search(Callback):
     def __init__(
         self,
         *,
-        probe: Probe | Iterable[Any],
+        probe: Probe | DataLoader | Iterable[Any],  # type: ignore[type-arg]  # as LightningCLI can make it
         optimizer: int | None = None,
         loss: str = "val_loss",
         total_steps: int | None = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -609,6 +609,19 @@ def test_options_are_checked_when_they_are_given() -> None:
         search(knob=[])
     with pytest.raises(ConfigError, match=r"probe is an hdet.Probe or a DataLoader, got int"):
         search(probe=3)
+
+
+def test_a_command_line_can_make_the_callback_with_its_probe() -> None:
+    """As LightningCLI does; jsonargparse makes a DataLoader for that class alone, not for one with a parameter."""
+    assert DataLoader in get_args(get_type_hints(hdet.lightning.Search.__init__)["probe"])
+    jsonargparse = pytest.importorskip("jsonargparse")
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("--callback", type=Callback)
+    made = {"class_path": f"{__name__}.loader", "init_args": {"seed": 2}}
+    given = {"class_path": "hdet.lightning.Search", "init_args": {"probe": made}, "dict_kwargs": {"window": 5}}
+    callback = parser.instantiate(parser.parse_object({"callback": given})).callback
+    assert isinstance(callback._probe, DataLoader)
+    assert callback._options == {"window": 5}
 
 
 @pytest.mark.parametrize(
