@@ -281,12 +281,13 @@ class Search(Callback):
 
     def _notice_accumulation(self, trainer: Trainer, module: LightningModule) -> None:
         """Say it, after the first steps, where they are fewer than the run's length was worked out from."""
-        by_epochs = not module.automatic_optimization and self._by_epochs(trainer)
-        if by_epochs and self._steps == FIRST and self._batches >= 2 * FIRST:
+        counted = self._by_epochs(trainer) or (module.automatic_optimization and self._total_steps is None)
+        each = trainer.accumulate_grad_batches if module.automatic_optimization else 1
+        if counted and self._steps == FIRST and self._batches >= 2 * FIRST * each:
             warn(
-                f"training_step made {FIRST} optimizer steps in {self._batches} batches, and the Trainer counts the "
-                f"steps of its epochs as if each batch had one, so the search takes the run for longer than it is; "
-                f"give hdet.lightning.Search(total_steps=...), in optimizer steps"
+                f"{FIRST} optimizer steps were made in {self._batches} batches, and the Trainer counts its steps as if "
+                f"each {'batch' if each == 1 else f'{each} batches'} had one, so the search takes the run for longer "
+                f"than it is; give hdet.lightning.Search(total_steps=...), in optimizer steps"
             )
 
     def _ride_on(self, trainer: Trainer) -> None:

@@ -190,7 +190,35 @@ def test_a_module_that_accumulates_by_hand_is_to_say_its_steps(told: bool, tmp_p
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         fit(tmp_path, Accumulating(), explored, epochs=2)
-    counted = [str(one.message) for one in said if "as if each batch had one" in str(one.message)]
+    counted = [str(one.message) for one in said if "and the Trainer counts its steps as if each" in str(one.message)]
+    assert len(counted) == (not told)
+    assert explored.search.engine.step_count == PER_EPOCH
+    assert explored.search.finished == told
+
+
+class Seldom(Classifier):
+    """Steps on every second batch, or on every fourth, by its own `optimizer_step`."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if (batch_idx + 1) // self.trainer.accumulate_grad_batches % 2:
+            optimizer_closure()
+        else:
+            optimizer.step(closure=optimizer_closure)
+
+
+@pytest.mark.parametrize(
+    "length", [{"epochs": 2}, {"epochs": 4, "accumulate_grad_batches": 2}, {"epochs": -1, "max_steps": 2 * PER_EPOCH}]
+)
+@pytest.mark.parametrize("told", [False, True])
+def test_a_module_whose_own_step_leaves_batches_out_is_to_say_its_steps(
+    told: bool, length: dict[str, int], tmp_path: Path
+) -> None:
+    """Its Trainer counts the steps that it asks for."""
+    explored = search(total_steps=PER_EPOCH) if told else search()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        fit(tmp_path, Seldom("none"), explored, **length)  # type: ignore[arg-type]
+    counted = [str(one.message) for one in said if "and the Trainer counts its steps as if each" in str(one.message)]
     assert len(counted) == (not told)
     assert explored.search.engine.step_count == PER_EPOCH
     assert explored.search.finished == told
