@@ -30,6 +30,7 @@ try:
         GradientAccumulationScheduler,
         StochasticWeightAveraging,
     )
+    from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
     from lightning.pytorch.utilities.types import LRSchedulerConfig
 except ImportError:
     raise MissingExtraError("lightning", "lightning") from None
@@ -58,7 +59,8 @@ class Search(Callback):
             `scheduler`, the function of the step that a module writes its rates by itself.
 
     Attributes:
-        search: the `hdet.Search` under way or the last; None before training starts.
+        search: the `hdet.Search` under way or the last; None before training starts, and where a strategy
+            trains in processes of its own (`ddp_notebook`, `ddp_spawn`): there give `history=path`.
 
     Raises:
         ConfigError: what was given cannot be; the message names it and the way out. What depends on the Trainer is
@@ -118,9 +120,17 @@ class Search(Callback):
         self._epoch_began_at: int | None = None  # unknown of one that a resume goes on with
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forget the search of an earlier `fit`."""
-        if stage == "fit":
-            self.search = None
+        """Forget the search of an earlier `fit`, and say where this one's outcome will be."""
+        if stage != "fit":
+            return
+        self.search = None
+        apart = isinstance(trainer.strategy.launcher, _MultiProcessingLauncher)
+        if apart and trainer.is_global_zero and self._options.get("history") is None:
+            warn(
+                "this strategy trains in processes of its own, as it does in a notebook, and the search stays there: "
+                "in yours hdet.lightning.Search.search is None after fit; give hdet.lightning.Search(history=path), "
+                "and read hdet.History(path)"
+            )
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forget what the `ckpt_path` of an evaluation has brought."""

@@ -224,6 +224,19 @@ def test_a_module_whose_own_step_leaves_batches_out_is_to_say_its_steps(
     assert explored.search.finished == told
 
 
+def test_where_other_processes_train_it_is_told_where_the_outcome_will_be(tmp_path: Path) -> None:
+    for options, strategy, told in (
+        ({}, "ddp_spawn", 1),
+        ({"history": tmp_path / "h"}, "ddp_spawn", 0),
+        ({}, "ddp", 0),
+    ):
+        trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, barebones=True)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            search(**options).setup(trainer, Classifier(), "fit")
+        assert len([one for one in said if "this strategy trains in processes of its own" in str(one.message)]) == told
+
+
 class Uneven(Classifier):
     """One of its epochs has fewer steps, in the way that the class says."""
 
