@@ -30,6 +30,7 @@ try:
         GradientAccumulationScheduler,
         StochasticWeightAveraging,
     )
+    from lightning.pytorch.core.optimizer import _MockOptimizer
     from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
     from lightning.pytorch.utilities.types import LRSchedulerConfig
 except ImportError:
@@ -241,10 +242,10 @@ class Search(Callback):
 
     def _index(self, trainer: Trainer) -> int:
         count = len(trainer.optimizers)
+        if count == 0 or isinstance(trainer.optimizers[0], _MockOptimizer):
+            raise ConfigError("configure_optimizers returns no optimizer, and hdet searches one's hyperparameters")
         if self._optimizer is None and count == 1:
             return 0
-        if count == 0:
-            raise ConfigError("configure_optimizers returns no optimizer, and hdet searches one's hyperparameters")
         kinds = ", ".join(f"{index}: {type(one).__name__}" for index, one in enumerate(trainer.optimizers))
         if self._optimizer is None:
             raise ConfigError(

@@ -500,6 +500,11 @@ class Silent(Classifier):
         self.log("val_accuracy", 1.0)
 
 
+class Unstepped(Classifier):
+    def configure_optimizers(self) -> None:
+        return None
+
+
 HELD_OUT: Any = loader(64).dataset
 SHARED_OUT = DataLoader(HELD_OUT, 8, sampler=DistributedSampler(HELD_OUT, num_replicas=2, rank=0))
 REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
@@ -508,6 +513,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
     "several optimizers' length": (Two, {"optimizer": 1}, {}, r"Search\(total_steps=...\), in steps of the one"),
     "no length": (Classifier, {}, {"epochs": -1}, "the Trainer does not know its length"),
     "no validation step": (Unjudged, {}, {}, "Unjudged has no validation_step to judge the probe's batches by"),
+    "no optimizer": (Unstepped, {}, {}, "configure_optimizers returns no optimizer, and hdet searches one's"),
     "no loss": (
         Silent,
         {},
