@@ -112,10 +112,10 @@ def is_inexact(tensor: Tensor) -> bool:
 def can_move(walk: Walk, optimizer: Optimizer) -> list[tuple[nn.Parameter, bool]]:
     """Each of a model's parameters, and whether training can change it: it is trained, or the optimizer holds it.
 
-    Integers, as of quantised weights, have no gradient whoever holds them.
+    What has no arithmetic, as quantised weights in integers or float8, has no gradient whoever holds it.
     """
     held = ids_of(optimizer)
-    return [(own, own.requires_grad or (id(own) in held and is_inexact(own))) for own in walk.every()]
+    return [(own, own.requires_grad or (id(own) in held and has_arithmetic(own))) for own in walk.every()]
 
 
 def moving_parameters(model: nn.Module, optimizer: Optimizer, walk: Walk | None = None) -> list[nn.Parameter]:

@@ -428,6 +428,17 @@ def test_a_matrix_whose_scale_is_no_usual_one_does_not_count(scale: float) -> No
     assert first * head == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_frozen_numbers_of_eight_bits_do_not_count(dtype: torch.dtype) -> None:
+    """As of a quantized layer that the optimizer holds too."""
+    model = Net()
+    codes = torch.linspace(-100.0, 100.0, 256).reshape(16, 16).to(dtype)
+    model.codes = nn.ParameterList([nn.Parameter(codes, requires_grad=False)])
+    *compared, told, _ = ratios(train(*EQUAL, 1.0, model=model))
+    assert compared == of_matrices(train(*EQUAL))
+    assert told is None
+
+
 def test_a_default_head_of_few_classes_counts() -> None:
     model = Net()
     model.filters = nn.Conv1d(64, 4096, 3, bias=False)
@@ -439,6 +450,20 @@ def test_in_bfloat16_it_is_told_where_steps_are_not_rounded_away() -> None:
     fine, coarse = (of_matrices(train(*EQUAL, model=net, lr=5e-2)) for net in (Net(), Net().bfloat16()))
     assert coarse == pytest.approx(fine, rel=0.1)
     assert set(ratios(train(*EQUAL, model=Net().bfloat16(), lr=1e-4))) == {None}
+
+
+@pytest.mark.parametrize(("share", "shows"), [(0.07, False), (0.09, True)])
+def test_an_update_shows_from_two_last_digits_a_step_on(share: float, shows: bool) -> None:
+    """Of bfloat16, whose last digit is 1 / 128: of all that a matrix holds 0.078 in five steps, however much it is."""
+    model = Net().bfloat16()
+
+    def grow(_: nn.Module, step: int) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.0 + share if step == WINDOW else 1.0)
+
+    found = ratios(train(*EQUAL, model=model, lr=1e-9, watch=grow, again=()))[:3]
+    assert [one is not None for one in found] == [shows] * 3
 
 
 def test_a_matrix_whose_update_overflows_tells_nothing_and_the_others_are_compared() -> None:

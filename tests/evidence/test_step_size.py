@@ -256,6 +256,7 @@ def test_huge_steps_are_told_whatever_decay_takes() -> None:
     assert found is not None
     assert found > 12.0
     assert found == pytest.approx(of_rate(huge, 0.0, decay=0.0), rel=0.1)
+    assert of_rate(2 * PEAK, 0.0, decay=0.0) is not None, "no decay takes nothing, at any rate"
     assert of_rate(huge / 5, 0.0, decay=0.11) is None, "decay takes 1 % and more, and steps are not huge"
 
 

@@ -91,6 +91,16 @@ def test_an_infinite_parameter_that_the_optimizer_holds_is_no_fault(assert_same:
     assert not any(record.faults for record in search.history)
 
 
+@pytest.mark.filterwarnings("ignore:.*(prototype|beta state).*")
+@pytest.mark.parametrize("kind", ["a frozen float8 parameter", "a frozen sparse parameter"])
+@pytest.mark.parametrize("rates", ["together", "matrices"])
+def test_what_has_no_arithmetic_may_be_held_by_the_optimizer(kind: str, rates: str) -> None:
+    """As of quantized weights beside adapters: no step moves it, so that no line of rates leads through it."""
+    _, search = trained(Odd(kind, True), every=True, total_steps=STEPS, rates=rates)
+    assert search is not None
+    assert search.finished
+
+
 @pytest.mark.parametrize("rates", ["together", "matrices"])
 def test_what_torch_makes_by_default_elsewhere_changes_nothing(rates: str, assert_same: Any) -> None:
     """As after `torch.set_default_device("cuda")`: a generator of the host's draws nothing there."""

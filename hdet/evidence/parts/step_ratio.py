@@ -179,7 +179,7 @@ def _gone(scene: Scene, harvest: Harvest) -> list[float | None]:
 
 def _sums(start: Tensor, end: Tensor) -> tuple[float, float, float]:
     """Of this rank's part of a matrix: the squared norms of its update and of its first weights, and their number."""
-    if not start.is_floating_point() or start.element_size() < 2:
+    if not start.is_floating_point():
         return 0.0, 0.0, 0.0
     update = held = 0.0
     for part in tensors.portions([start], [end]):
@@ -192,7 +192,7 @@ def _sums(start: Tensor, end: Tensor) -> tuple[float, float, float]:
 
 def _keeps_scale(parameter: nn.Parameter, squares: float, count: float) -> bool:
     """Whether outputs are of the order of inputs, by what each weight holds and the sides."""
-    if not squares < math.inf or not spectral_gain(parameter) or not holds(parameter, squares, count):
+    if not spectral_gain(parameter) or not holds(parameter, squares, count):
         return False
     return math.sqrt(min(matrix_shape(parameter)) * squares / count) < KEPT
 
