@@ -18,7 +18,7 @@ from hdet import Engine, Probe
 from hdet.controllers import Hold
 from hdet.errors import ConfigError
 from hdet.evidence import Analytic
-from hdet.evidence.analytic import Pull
+from hdet.evidence.analytic import Pull, _stepped
 from hdet.schedules import Replay
 from hdet.spaces import Linear
 
@@ -401,6 +401,13 @@ def test_what_the_optimizer_leaves_alone_does_not_decay(kind: Any) -> None:
 
     _, (record,) = run(optimizer, loss=unreached)
     assert record.estimates["weight_decay"]["slope"] == 0.0
+
+
+def test_weights_of_which_the_norm_alone_is_unchanged_have_been_stepped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hdet.replicas.tensors.STRETCH", 4)
+    begun = [torch.tensor([0.0, 0.0, 0.0, 0.0, 3.0, 4.0]) for _ in range(3)] + [torch.empty(0)]
+    now = [begun[0].clone(), begun[1][[0, 1, 2, 3, 5, 4]], 2 * begun[2], torch.empty(0)]
+    assert _stepped(begun, now) == [False, True, True, True]
 
 
 def test_a_decay_that_the_loop_writes_counts_step_by_step() -> None:

@@ -362,10 +362,12 @@ def test_where_replicas_come_apart_the_direction_is_their_mean() -> None:
         evidence=hdet.evidence.Divergent(), controller=Hold(), space=Linear(RATE), spread=TwoLevel(0.5)
     )
     knob = hdet.Momentum(evidence=Recursion(), controller=Hold())  # far enough for a mean in float32
-    _, (apart,) = run(SGDS["momentum"], [knob, rate], replicas=lambda m, o: hdet.replicate(m, o, n=2))
+    looked, (apart,) = run(SGDS["momentum"], [knob, rate], replicas=lambda m, o: hdet.replicate(m, o, n=2))
     assert len(set(apart.values["learning_rate"])) == 2
     _, (one,) = run(SGDS["momentum"], [knob])
     assert apart.estimates["momentum"]["slope"] == pytest.approx(slope(one), rel=1e-4)
+    plain, _ = run(SGDS["momentum"], [rate], replicas=lambda m, o: hdet.replicate(m, o, n=2))
+    assert torch.equal(looked.replicas[0].model.w, plain.replicas[0].model.w), "each has its own weights back"
 
 
 @pytest.mark.parametrize("make", [SGDS["nesterov"], ADAMS["adamw"]])
