@@ -245,6 +245,62 @@ def test_how_far_it_looks_does_not_matter(change: float) -> None:
     assert ours["slope"] == pytest.approx(reference["slope"], abs=0.01 * reference["stderr"])
 
 
+@pytest.mark.parametrize(("reach", "bound"), [(1.0, False), (1e-4, True)])
+def test_it_looks_as_far_as_the_probes_change_and_its_reach_allow(reach: float, bound: bool) -> None:
+    """To either side along SGD's step, which is the probe's gradient here."""
+    seen: list[Tensor] = []
+
+    def watched(model: Any, factor: float) -> Tensor:
+        seen.append(model.w.detach().clone())
+        return scaled(model, factor)
+
+    engine = make([quiet(evidence=MixedDifference(change=0.02, reach=reach))], loss=watched)
+    train(engine)
+    last = engine.replicas[0].model.w.detach()
+    ends = sorted({float(AIM @ (at - last) / AIM.norm()) for at in seen})
+    far = reach * float(last.norm()) if bound else 0.02 * abs(float(AIM @ last)) / float(AIM.norm())
+    assert ends == pytest.approx([-far, far], rel=1e-2)
+
+
+def test_weights_that_are_all_zero_set_no_bound_to_how_far_it_looks() -> None:
+    def begun() -> nn.Module:
+        model = Vector()
+        model.w.data.copy_(SCALE * SLOPE)  # which eight steps lead to 0
+        return model
+
+    engine = make(
+        [quiet()],
+        model=begun,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.125),  # whose steps are exact
+        probe=lambda model, batch: 1.0 + read_out(model, batch),
+    )
+    slope = slope_of(engine)
+    assert not engine.replicas[0].model.w.any()
+    assert slope == pytest.approx(ONE_STEP * 0.125 / RATE, rel=1e-3)
+
+
+def test_where_replicas_come_apart_it_is_measured_at_their_mean() -> None:
+    """And by the base of the rate, in a bowl, whose gradient is the weights: the mean, once the window has ended."""
+    rate = hdet.LearningRate(evidence=hdet.evidence.Divergent(), spread=TwoLevel(0.5), controller=Hold())
+
+    def bowl(model: Any, factor: float) -> Tensor:
+        loss: Tensor = factor * model.a * 0.5 * model.w.square().sum()
+        return loss
+
+    engine = make([rate, quiet()], replicas=hdet.replicate, n=2, loss=bowl)
+    slope = slope_of(engine, loss=bowl)
+    mean = engine.replicas[0].model.w.detach()
+    assert slope == pytest.approx(-RATE * float(AIM @ mean) * SCALE * SECANT, rel=1e-3)
+
+
+def test_what_windows_have_told_of_the_two_losses_is_taken_up() -> None:
+    first, second = (make([on_bound(MixedDifference(bound_from=0.0))], loss=leaky, windows=4) for _ in range(2))
+    explicit_loop.train(first, 12, loss=lambda model, step, index: leaky(model, 1.0))
+    own, fresh = (engine.cycle.collectors[0].state_dict() for engine in (first, second))
+    second.load_state_dict(first.state_dict())
+    assert second.cycle.collectors[0].state_dict() == own != fresh
+
+
 @pytest.mark.parametrize("n", [2, 5, 40])
 def test_who_does_the_work_changes_nothing(n: int) -> None:
     alone, shared = (with_dropout(window=5, batches=6, replicas=hdet.replicate, n=count) for count in (1, n))

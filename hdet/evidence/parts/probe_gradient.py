@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,7 +85,10 @@ def aim(scene: Scene, window: int, rate: float | None = None, *, stateless: bool
         sums = gradients.summed(model, each())
     known = torch.cat(checked(losses))
     own = tensors.trained(model)
-    group_of = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+    # Where replicas come apart by them, the first one's rate and momentum lie off their bases.
+    with scene.at_base() if scene.apart else nullcontext():
+        groups = [_as_now(group) if scene.apart else group for group in optimizer.param_groups]
+    group_of = {id(parameter): group for group in groups for parameter in group["params"]}
 
     def scale(number: int, elements: slice | None) -> Tensor | float:
         parameter = own[number]
@@ -94,3 +99,7 @@ def aim(scene: Scene, window: int, rate: float | None = None, *, stateless: bool
         return 0.0 if found is None else found
 
     return Aim(sums, known.numel(), scale, known.double().mean())
+
+
+def _as_now(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items()}
