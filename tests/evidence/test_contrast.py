@@ -309,6 +309,9 @@ def test_a_block_that_the_windows_end_would_cut_short_is_not_explored() -> None:
     assert isinstance(collector, ContrastCollector)
     assert isinstance(collector.record, Dots)
     assert [len(saved) for saved in collector.record.saved] == [4]
+    train(engine, 38, loss=noisy, watch=lambda model: seen.append(model.a))
+    for first in (*range(0, 16, 4), *range(19, 35, 4)):  # also of a window that begins within a block of the last
+        assert [value > SCALE for value in seen[first : first + 4]].count(True) == 2
 
 
 # -- knobs that act in eval mode too --------------------------------------------------------------
