@@ -279,17 +279,31 @@ def _dropouts(model: nn.Module, optimizer: Optimizer, sharded: bool, objective: 
     if off is not None:
         unlike = "is off where others are not; declare Dropout(pattern=...) to explore it"
         choices.append(Choice(off.label, None, unlike))
+    modules = dict(named_modules(model))
     choices += [
         Choice(
             attribute.replace("_", " "),
             None,
-            f"is a plain number that {len(names)} modules read ({names[0]}, ...), and no module's rate; "
-            f"hdet.nn.swap(model) makes torch's own modules explorable, hdet.Scalar({attribute!r}, get=..., set=...) "
-            f"any others",
+            f"is a plain number that {f'{len(names)} modules read' if len(names) > 1 else 'one module reads'} "
+            f"({names[0]}{', ...' if len(names) > 1 else ''}), and no module's rate; "
+            + _explorable(attribute, [modules[name] for name in names], names[0]),
         )
         for attribute, names in numbers.items()
     ]
     return choices
+
+
+def _explorable(attribute: str, modules: Sequence[nn.Module], first: str) -> str:
+    """How a plain number of these modules can be explored. A knob named `dropout` would take the recipe's own place."""
+    name = attribute if attribute not in FORWARD else f"{first.rpartition('.')[2] or 'own'}_{attribute}"
+    swapped = [isinstance(module, nn.MultiheadAttention) for module in modules]
+    ways = ["hdet.nn.swap(model) makes nn.MultiheadAttention's explorable"] if any(swapped) else []
+    if not all(swapped):
+        ways.append(
+            f"to explore it, give knobs=[hdet.Scalar({name!r}, get=..., set=..., space=hdet.spaces.Arcsine(), "
+            f"bounds=(0, 0.9))]"
+        )
+    return "; ".join(ways)
 
 
 def _forward(

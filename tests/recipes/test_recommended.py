@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -107,13 +108,30 @@ def test_a_rate_that_is_a_plain_number_of_a_module_is_named_and_left_alone() -> 
     model = nn.Sequential(nn.Linear(8, 4), nn.MultiheadAttention(4, 1, dropout=0.1))
     choices = {choice.subject: choice for choice in choose(model, adamw(model), STEPS)}
     assert [subject for subject, choice in choices.items() if choice.knob is not None] == ["learning rate"]
-    assert "a plain number that 1 modules read (1, ...)" in choices["dropout"].reason
+    assert "a plain number that one module reads (1), " in choices["dropout"].reason
+    assert "hdet.nn.swap" in choices["dropout"].reason
+    assert "hdet.Scalar" not in choices["dropout"].reason
     del model[1]
     hidden = nn.Linear(4, 4)
     hidden.attention_dropout = 0.1  # type: ignore[assignment]
     model.append(hidden)
     choices = {choice.subject: choice for choice in choose(model, adamw(model), STEPS)}
-    assert "hdet.Scalar('attention_dropout', get=..., set=...)" in choices["attention dropout"].reason
+    assert "hdet.Scalar('attention_dropout', get=..., set=..., " in choices["attention dropout"].reason
+
+
+def test_a_plain_number_called_dropout_is_advised_a_knob_that_leaves_the_recipes_own_dropout_in_place() -> None:
+    """An LSTM's, which `hdet.nn.swap` refuses: the advice, taken as it stands, explores it beside `nn.Dropout`."""
+    model = nn.ModuleDict({"rnn": nn.LSTM(4, 4, 2, dropout=0.2), "drop": nn.Dropout(0.1)})
+    [plain] = [one for one in choose(model, adamw(model), STEPS) if one.subject == "dropout" and one.knob is None]
+    assert "hdet.nn.swap" not in plain.reason
+    found = re.search(r"knobs=\[(hdet\.Scalar\(.*\))\]", plain.reason)
+    assert found is not None
+    set_ = "lambda model, value: setattr(model['rnn'], 'dropout', value)"
+    code = found[1].replace("get=...", "get=lambda model: model['rnn'].dropout").replace("set=...", f"set={set_}")
+    advised = eval(code, {"hdet": hdet})
+    choices = choose(model, adamw(model), STEPS, knobs=[advised])
+    explored = {choice.knob.label for choice in choices if choice.knob is not None}
+    assert explored == {"learning_rate", "dropout", "rnn_dropout"}
 
 
 class StochasticDepth(nn.Identity):
@@ -129,8 +147,8 @@ def test_stochastic_depth_is_named_and_left_alone() -> None:
     model[4].layerdrop = model[5].p = 0.3  # type: ignore[assignment]
     choices = {choice.subject: choice for choice in choose(model, adamw(model), STEPS)}
     assert "is a plain number that 2 modules read (2, ...)" in choices["drop prob"].reason
-    assert "is a plain number that 1 modules read (4, ...)" in choices["layerdrop"].reason
-    assert "is a plain number that 1 modules read (5, ...)" in choices["stochastic depth"].reason
+    assert "is a plain number that one module reads (4), " in choices["layerdrop"].reason
+    assert "is a plain number that one module reads (5), " in choices["stochastic depth"].reason
     assert [subject for subject, choice in choices.items() if choice.knob is not None] == ["learning rate"]
 
 
