@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import unserializable_hook
 
 from hdet.engine.engine import Engine
 from hdet.errors import StepError
@@ -112,7 +113,7 @@ class Passes:
             self.losses.note(current.number, loss)
         for tensor in requiring_grad(output):
             current.traced = True
-            tensor.register_hook(partial(self._heard_backward, current, leaf_below(tensor)))
+            tensor.register_hook(unserializable_hook(partial(self._heard_backward, current, leaf_below(tensor))))
 
     def end(self) -> None:
         """The optimizer is about to step: a pass that waits is over, or was none."""

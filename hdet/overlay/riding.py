@@ -21,6 +21,7 @@ from hdet.overlay.lent_bindings import Lending
 from hdet.overlay.passes import Passes
 from hdet.overlay.rates import Rates
 from hdet.overlay.reported_losses import ReportedLosses
+from hdet.recipes.recommended import FORWARD
 from hdet.replicas import tensors
 from hdet.replicas.distributed import refusals
 from hdet.replicas.distributed.ranks import Ranks
@@ -473,14 +474,17 @@ class Riding:
 
     def _refuse_unseen(self) -> None:
         if self.passes.begun == 0 and self._explores_forward and not self.engine.finished:
-            names = sorted({knob.spec.kind for knob in self.engine.knobs if knob.spec.acts_on == "forward"})
+            forward = [knob.spec for knob in self.engine.knobs if knob.spec.acts_on == "forward"]
+            names = sorted({knob.kind for knob in forward} & set(FORWARD))
+            own = sorted({knob.label for knob in forward if knob.kind not in FORWARD})
+            ways = [f"exclude={names}"] * bool(names) + [f"no {', '.join(own)} in knobs="] * bool(own)
             raise StepError(
                 f"the optimizer is to step, and hdet has seen no training pass since its last step: the loop is to "
                 f"call the {type(self.model).__name__} that hdet.attach was given, in train mode and with gradients "
                 f"enabled. Attach to the model that the loop calls, wrapped or compiled as it is, before its first "
                 f"call; if it calls it inside torch.utils.checkpoint, give that use_reentrant=False; or, where it "
                 f"calls parts of it one by one, run each pass by search.training_pass(run), whose "
-                f"run() returns the loss; or leave out what is judged by passes: exclude={names}"
+                f"run() returns the loss; or leave out what is judged by passes: {' and '.join(ways)}"
             )
 
     def _refuse_if_over(self) -> None:

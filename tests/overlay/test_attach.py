@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -568,3 +569,24 @@ def test_a_resumed_run_says_so_when_the_whole_one_does() -> None:
             part.load_state_dict(own)
         with pytest.warns(UserWarning, match="frozen or thawed in 5 windows on end"):
             loop(model, optimizer, search=search, start=stop, stop=25)
+
+
+def test_a_step_without_passes_advises_what_is_not_refused() -> None:
+    """A knob of the user's own is none that `exclude=` knows: it is to be left out of `knobs=`."""
+    model = network()
+    model.weight = 1.0  # type: ignore[assignment]
+    optimizer = plain_adamw(model)
+    own = hdet.Scalar("weight", path="weight", bounds=(0.1, 10))
+    hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, quiet=True, knobs=[own])
+    model.eval()
+    loss_of(model, batch(0)).backward()
+    with pytest.raises(StepError, match=r"judged by passes: exclude=\['dropout'\] and no weight in knobs="):
+        optimizer.step()
+
+
+def test_what_the_model_returned_is_saved_without_a_warning(tmp_path: Path, recwarn: Any) -> None:
+    """A recurrent state, say, that is carried on and saved."""
+    model = network()
+    hdet.attach(model, plain_adamw(model), probe=probe(), total_steps=STEPS, quiet=True)
+    torch.save(model(batch(0)[0]), tmp_path / "carried.pt")
+    assert not [str(one.message) for one in recwarn if "hook" in str(one.message)]
