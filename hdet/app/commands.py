@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 
 import hdet
 from hdet.app.doctor import doctor
+from hdet.app.ending import ended_early, terminable
 from hdet.app.export import export
 from hdet.app.find import find
 from hdet.app.knobs import knobs
@@ -20,7 +21,7 @@ from hdet.app.report import report
 from hdet.app.run.config import RunConfig
 from hdet.app.run.display import Display, show_result
 from hdet.app.run.folder import RunFolder
-from hdet.app.run.launching import GOES_ON, ended_early, launch, leads, led, ranks, restarted, shared_out, terminable
+from hdet.app.run.launching import GOES_ON, launch, leads, led, ranks, restarted, shared_out
 from hdet.app.run.runner import Run
 from hdet.app.study.command import ablate
 from hdet.app.watch import watch

@@ -10,14 +10,11 @@ from collections.abc import Callable, Sequence
 from io import TextIOWrapper
 from typing import Any
 
+from hdet.app.ending import FAILED, INTERRUPTED, REFUSED, ended_early
 from hdet.app.text import one_line
 from hdet.errors import ConfigError, HdetError, MissingExtraError
 
 DEBUG = "--debug"
-
-REFUSED = 2
-FAILED = 1
-INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -43,9 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             traceback.print_exc()
         print(f"error: {one_line(str(error))}", file=sys.stderr)
         code = REFUSED if isinstance(error, (ConfigError, MissingExtraError)) else FAILED
-    except KeyboardInterrupt:  # while the commands are imported
-        print("interrupted", file=sys.stderr)
-        code = INTERRUPTED
+    except KeyboardInterrupt as error:  # while the commands are imported
+        code = ended_early(error)
     if code:
         sys.exit(code)
 

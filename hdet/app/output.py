@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from rich.console import Console
 
-from hdet.app.run.launching import OutputClosed
+from hdet.app.ending import OutputClosed
 from hdet.errors import ConfigError
 
 

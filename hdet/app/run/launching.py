@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from tempfile import TemporaryFile
-from types import FrameType
 from typing import IO, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from hdet.app.ending import INTERRUPTED, TERMINATED, Terminated, ended_early, terminable
 from hdet.checkpoints import leader
 from hdet.errors import ConfigError, HdetError
 from hdet.replicas.distributed import process_group
@@ -25,56 +25,13 @@ from hdet.replicas.parallel import world
 
 T = TypeVar("T")
 
-INTERRUPTED, TERMINATED, UNREAD = 130, 143, 141
-
 LIFELINE = "HDET_LAUNCHER_PIPE"
 """The environment variable that names the end of a pipe whose other end the launcher holds."""
 
 GRACE_SECONDS = 10.0
 """How long the other ranks get to tell what happened, once one has failed."""
 
-
 GOES_ON = "; --resume goes on from the end of the last window"
-
-
-class Terminated(KeyboardInterrupt):
-    """This process was told to end by SIGTERM, as batch systems do it, and ends as it does by Ctrl-C."""
-
-
-class OutputClosed(KeyboardInterrupt):
-    """Nobody reads a command's output any more, as after `| head`: the command ends as by Ctrl-C."""
-
-
-@contextmanager
-def terminable() -> Iterator[None]:
-    """A SIGTERM raises `Terminated` inside the block, unless it is handled already or this is no main thread."""
-    if (
-        threading.current_thread() is not threading.main_thread()
-        or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-    ):
-        yield
-        return
-    signal.signal(signal.SIGTERM, _terminate)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _terminate(number: int, frame: FrameType | None) -> None:
-    raise Terminated
-
-
-def ended_early(error: KeyboardInterrupt, more: str = "") -> int:
-    """Say on the error stream why this process ends before its time, and `more`; returns the exit code.
-
-    Of an output that nobody reads nothing is said without `more`, as the system's own commands do it.
-    """
-    kinds = {Terminated: ("terminated", TERMINATED), OutputClosed: ("nobody reads the output any more", UNREAD)}
-    word, code = kinds.get(type(error), ("interrupted", INTERRUPTED))
-    if more or code != UNREAD:
-        print(f"{word}{more}", file=sys.stderr)
-    return code
 
 
 @contextmanager

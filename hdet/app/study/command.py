@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from hdet import __version__
+from hdet.app.ending import ended_early
 from hdet.app.output import Screen, reading
-from hdet.app.run.launching import ended_early
 from hdet.app.study import pictures, pool, runner, starts, statistics, tables
 from hdet.app.study.cells import Cell, Timer, cells, shard
 from hdet.app.study.declaration import Study, file_name, label
