@@ -15,7 +15,7 @@ from hdet.app.ending import ended_early, terminable
 from hdet.app.export import export
 from hdet.app.find import find
 from hdet.app.knobs import knobs
-from hdet.app.output import Screen
+from hdet.app.output import Screen, heard
 from hdet.app.planning.command import plan
 from hdet.app.report import report
 from hdet.app.run.config import RunConfig
@@ -32,11 +32,11 @@ COMPARES_ANEW = "; the run is over, and --resume --compare begins the one withou
 
 
 class Commands(TyperGroup):
-    """Ends by SIGTERM as by Ctrl-C, and tells of both where a command did not: typer passes over them in silence."""
+    """Tells of Ctrl-C, SIGTERM and a closed output where a command did not: typer passes over them in silence."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            with terminable():
+            with terminable(), heard():
                 return super().invoke(ctx)
         except KeyboardInterrupt as error:
             raise typer.Exit(ended_early(error)) from None

@@ -19,8 +19,22 @@ class Screen(Console):
     """rich's console, whose output may lose its reader."""
 
     def on_broken_pipe(self) -> NoReturn:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes as it ends
-        raise OutputClosed
+        raise _closed()
+
+
+@contextmanager
+def heard() -> Iterator[None]:
+    """Raises `OutputClosed` where nobody reads what the block prints."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise _closed() from None
+
+
+def _closed() -> OutputClosed:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes as it ends
+    return OutputClosed()
 
 
 @contextmanager

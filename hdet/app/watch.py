@@ -73,8 +73,9 @@ def watch(
                 time.sleep(every)
                 seen = _look(run)
                 live.update(shown(seen), refresh=True)
-        except KeyboardInterrupt:
-            return
+        except KeyboardInterrupt as error:
+            if type(error) is not KeyboardInterrupt:
+                raise  # Ctrl-C alone is the way to leave
 
 
 def _serve(run: Path, host: str, port: int, every: float) -> None:
@@ -84,8 +85,9 @@ def _serve(run: Path, host: str, port: int, every: float) -> None:
             print("others see it who have this address; over plain HTTP it can be read on the way", flush=True)
         try:
             server.serve_forever()
-        except KeyboardInterrupt:
-            return
+        except KeyboardInterrupt as error:
+            if type(error) is not KeyboardInterrupt:
+                raise  # Ctrl-C alone is the way to leave
 
 
 class _Drawn:

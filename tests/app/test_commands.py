@@ -8,6 +8,7 @@ import os
 import pty
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ import hdet
 from hdet.app.report import reported_run
 from hdet.app.run import Run, RunConfig, Watcher
 from hdet.app.run.folder import RunFolder
+from hdet.app.serving import PageServer
 from hdet.app.watch import _Drawn
 from hdet.document import parse
 from hdet.record import WindowRecord
@@ -171,6 +173,40 @@ def test_in_a_terminal_the_view_ends_with_the_run(over: Path) -> None:
     os.close(ours)
     assert "over: held-out loss" in said
     assert "step 24 of 24" in said
+
+
+@pytest.mark.parametrize("serve", [True, False])
+@pytest.mark.parametrize(("end", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 143)])
+def test_ctrl_c_leaves_a_view_and_sigterm_is_told(
+    end: signal.Signals,
+    code: int,
+    serve: bool,
+    under_way: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def signalled(*given: object) -> None:
+        os.kill(os.getpid(), end)
+
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes any output for a terminal
+    monkeypatch.setattr(PageServer, "serve_forever", signalled)
+    monkeypatch.setattr("hdet.app.watch.time.sleep", signalled)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest may be in the background
+    try:
+        assert call("watch", under_way, *(["--serve"] if serve else [])) == code
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err.strip() == ("terminated" if code else "")
+
+
+@pytest.mark.parametrize("command", ["knobs", "doctor", "export"])
+def test_a_command_whose_output_nobody_reads_ends_with_141(command: str, over: Path) -> None:
+    heard, printed = os.pipe()
+    os.close(heard)
+    arguments = [sys.executable, "-m", "hdet", command, *([str(over)] if command == "export" else [])]
+    with os.fdopen(printed, "wb") as output:
+        done = subprocess.run(arguments, stdout=output, stderr=subprocess.PIPE, check=False, timeout=120)
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
 def test_a_terminal_obeys_no_name_of_a_history(over: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ from launch import free_port
 from test_run_on_ranks import DECLARED
 
 import hdet
+from hdet.app import ending
 from hdet.app.run import Run, RunConfig, launching
 from hdet.errors import HdetError
 from hdet.replicas.distributed.lost_rank import LOST
@@ -147,7 +148,7 @@ def test_told_to_end_it_ends_its_ranks(
     teller = threading.Thread(target=end)
     teller.start()
     try:
-        assert launching.launch(2, []) == launching.TERMINATED
+        assert launching.launch(2, []) == ending.TERMINATED
     finally:
         over.set()
         teller.join()
@@ -173,7 +174,7 @@ def test_a_rank_that_says_much_is_not_held_up_and_ranks_end_with_their_launcher(
     while not history.exists() and process.poll() is None and time.monotonic() < limit:
         time.sleep(0.1)
     process.send_signal(end)
-    assert process.wait(60) == {signal.SIGINT: launching.INTERRUPTED, signal.SIGKILL: -9}[end]
+    assert process.wait(60) == {signal.SIGINT: ending.INTERRUPTED, signal.SIGKILL: -9}[end]
     assert history.exists()  # a window has closed: both ranks trained
     ranks = [int((tmp_path / f"rank{rank}.pid").read_text()) for rank in range(2)]
     limit = time.monotonic() + 60
