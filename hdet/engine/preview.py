@@ -8,9 +8,13 @@ from dataclasses import dataclass, field
 from hdet.engine.engine import Engine
 from hdet.errors import ConfigError, StepError
 from hdet.hparams.bound_knob import BoundKnob
+from hdet.windows import Windows
 
 POINTS = 400
 """About how many steps are looked at."""
+
+MOST_WINDOWS = 100_000
+"""Opening as many takes minutes."""
 
 
 @dataclass
@@ -57,13 +61,14 @@ def preview(engine: Engine) -> Preview:
 
     Raises:
         StepError: the run has begun.
-        ConfigError: it has no end.
+        ConfigError: it has no end, or more than 100,000 windows.
     """
     cycle, total = engine.cycle, engine.plan.total_steps
     if cycle.step_count or cycle.tally.steps:
         raise StepError(f"a preview is of a run that has not begun; this one has made {cycle.step_count} steps")
     if total is None:
         raise ConfigError("a run without an end cannot be previewed; give the engine total_steps=, or a schedule")
+    _require_few_windows(engine.plan.windows, total)
     stride = max(1, total // POINTS)
     planned = (PlannedKnob(knob.name, knob.evidence.kind, knob.controller.kind) for knob in engine.knobs)
     seen = Preview([], {knob.name: knob for knob in planned})
@@ -83,6 +88,18 @@ def preview(engine: Engine) -> Preview:
             collector.load_state_dict(state, None)
         cycle.reapply()
     return seen
+
+
+def _require_few_windows(windows: Windows, total: int) -> None:
+    step = 0
+    for _ in range(MOST_WINDOWS):
+        step += windows.at(step)
+        if step >= total:
+            return
+    raise ConfigError(
+        f"a preview opens every window, and {total} steps have more than {MOST_WINDOWS}; make windows longer (window), "
+        f"or steps fewer"
+    )
 
 
 def _look(knob: BoundKnob, step: int, replicas: int, into: PlannedKnob) -> None:

@@ -118,6 +118,11 @@ def find(
             f"{steps} steps in {trials} trials leave fewer than 2 a trial; raise steps (by default a tenth of "
             f"total_steps={total_steps})"
         )
+    if steps // trials > total_steps:
+        raise ConfigError(
+            f"{steps} steps in {trials} trials make each longer than the run of {total_steps}, and a trial is a short "
+            f"run; give fewer steps (by default a tenth of total_steps)"
+        )
     declared("schedule", schedule, Schedule, type(None))
     if clip is not None and not (isinstance(clip, Real) and not isinstance(clip, bool) and clip > 0.0):
         raise ConfigError(f"clip is the largest norm of the gradient, above 0, got {clip!r}; None leaves it as it is")
@@ -131,7 +136,7 @@ def find(
         with seeded(accelerators(copied), f"hdet.find:{seed}"), generators_kept(batches):
             following = _endless(batches)
             for step in range(length):
-                rates.write(rate * shape[step])
+                rates.write(rate * shape(step))
                 told = _step(copied, other, loss, following, micro_batches, clip)
                 if step == 0 and not math.isfinite(float(told)):
                     raise DivergedError(
@@ -215,7 +220,7 @@ def _first_group(optimizer: Optimizer) -> int:
     raise ConfigError("every parameter group has a learning rate of 0, which no factor moves; set one above 0")
 
 
-def _shape(schedule: Schedule | None, length: int, total_steps: int) -> list[float]:
+def _shape(schedule: Schedule | None, length: int, total_steps: int) -> Callable[[int], float]:
     """The schedule of a trial, as a share of its peak; one without an end is taken over the run's steps."""
     if schedule is None:
         schedule = LinearDecay(peak=1.0, total_steps=length, warmup=WARMUP)
@@ -223,7 +228,7 @@ def _shape(schedule: Schedule | None, length: int, total_steps: int) -> list[flo
     peak = max(schedule(step) for step in range(total)) if schedule.total_steps is None else schedule.nominal_peak()
     if not peak > 0.0:
         raise ConfigError("the schedule is 0 at every step; give one with a peak above 0")
-    return [schedule(round(step * (total - 1) / max(1, length - 1))) / peak for step in range(length)]
+    return lambda step: schedule(round(step * (total - 1) / max(1, length - 1))) / peak
 
 
 def _endless(batches: Batches) -> Iterator[Any]:

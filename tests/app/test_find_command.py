@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -71,9 +72,9 @@ def test_a_run_that_holds_its_rate_is_tried_with_a_held_rate(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under a rise and a fall of their own, trials would end well at rates that ruin it."""
-    shapes: list[list[float]] = []
+    shapes: list[Callable[[int], float]] = []
 
-    def shape(*given: object) -> list[float]:
+    def shape(*given: object) -> Callable[[int], float]:
         shapes.append(shape_of(*given))
         return shapes[-1]
 
@@ -84,7 +85,7 @@ def test_a_run_that_holds_its_rate_is_tried_with_a_held_rate(
         said = capsys.readouterr().out
         assert said.startswith("learning rate 0.001 -> ")
         assert "a peak of its own" not in said
-    assert shapes == [[1.0] * 6] * 2
+    assert [list(map(shape, range(6))) for shape in shapes] == [[1.0] * 6] * 2
 
 
 def test_a_peak_of_the_schedules_own_is_where_it_begins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

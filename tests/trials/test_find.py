@@ -242,6 +242,7 @@ def test_the_answer_in_words_yaml_and_a_picture() -> None:
         ({"total_steps": "300"}, "total_steps must be of type int, got '300'"),
         ({"micro_batches": 0}, "micro_batches must be at least 1, got 0"),
         ({"steps": 9}, "fewer than 2 a trial"),
+        ({"steps": 10**23}, "make each longer than the run of"),
         ({"probe": PROBE.loss}, "probe must be an hdet.Probe"),
         ({"batches": iter(TRAIN)}, "can be gone through once"),
         ({"batches": 3}, "batches is an iterable or a function"),

@@ -28,6 +28,8 @@ from hdet.spec import meant
 
 WIDE = 110
 EFFECT = 0.01
+LARGEST = 1e9
+"""Of slopes and their errors."""
 
 
 def plan(
@@ -46,6 +48,7 @@ def plan(
         float | None,
         typer.Option(
             min=1e-12,
+            max=LARGEST,
             help=f"With --noise: the slope that is to show, in loss per coordinate unit; by default {EFFECT}.",
         ),
     ] = None,
@@ -97,8 +100,10 @@ def _noise(given: list[str] | tuple[()], knobs: list[str]) -> dict[str, float]:
             value = float(number)
         except ValueError:
             value = -1.0
-        if not equals or not 0.0 < value < float("inf"):
-            raise ConfigError(f"--noise takes KNOB=STDERR with a positive number, such as dropout=0.02; got {one!r}")
+        if not equals or not 0.0 < value <= LARGEST:
+            raise ConfigError(
+                f"--noise takes KNOB=STDERR with a positive number up to {LARGEST:g}, such as dropout=0.02; got {one!r}"
+            )
         if knob not in knobs:
             raise ConfigError(f"--noise: the run explores no knob {knob!r}; it explores {knobs}{meant(knob, knobs)}")
         told[knob] = value
