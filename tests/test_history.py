@@ -565,3 +565,9 @@ def test_without_a_file_courses_are_dropped_and_it_is_said_once(few_bases: None)
     assert len(history.windows) == MANY
     with pytest.raises(HdetError, match="as a long run without a file does"):
         hdet.schedules.Replay.of(history, "rate")
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="no /proc here")
+def test_a_file_that_the_system_does_not_let_read_is_named() -> None:
+    with pytest.raises(HdetError, match=r"^the history /proc/self/mem cannot be read: \[Errno"):
+        History("/proc/self/mem")
