@@ -170,13 +170,16 @@ def blank_figure(width: float, height: float) -> Figure:
     """An empty figure, in inches, that a notebook shows without pyplot.
 
     Raises:
-        MissingExtraError: matplotlib is not installed (the extra `report`).
+        MissingExtraError: matplotlib, or a package that it needs, is not installed (the extra `report`).
+        ConfigError: matplotlib cannot be imported for another reason.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure as Drawn
-    except ModuleNotFoundError:
-        raise MissingExtraError("matplotlib", "report") from None
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(str(error.name).partition(".")[0], "report") from None
+    except ImportError as error:
+        raise ConfigError(f"matplotlib is installed and cannot be imported: {error}; install it anew") from None
 
     class Shown(Drawn):
         """A figure that a notebook shows without pyplot."""

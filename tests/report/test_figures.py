@@ -15,7 +15,7 @@ from hdet.errors import ConfigError, MissingExtraError
 from hdet.history import History
 from hdet.record import WindowRecord
 from hdet.report import course, evidence, losses, overview, save_figures
-from hdet.report.figures import BLUE, GREY, RED
+from hdet.report.figures import BLUE, GREY, RED, blank_figure
 
 
 def history(knobs: int = 1, windows: int = 6) -> list[WindowRecord]:
@@ -213,6 +213,27 @@ def test_a_history_plots_itself_and_a_notebook_shows_it() -> None:
     for record in history():
         plotted.append(record)
     assert plotted.plot()._repr_png_().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind", "said"),
+    [
+        (ImportError("numpy failed to import"), ConfigError, "cannot be imported: numpy failed to import; install it"),
+        (ModuleNotFoundError("none", name="PIL.Image"), MissingExtraError, r"^PIL is not installed"),
+    ],
+)
+def test_a_matplotlib_that_cannot_be_imported_says_why(
+    raised: ImportError, kind: type[Exception], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Finder:
+        def find_spec(self, name: str, *more: object) -> None:
+            if name == "matplotlib.figure":
+                raise raised
+
+    monkeypatch.delitem(sys.modules, "matplotlib.figure", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    with pytest.raises(kind, match=said):
+        blank_figure(1.0, 1.0)
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
