@@ -620,6 +620,12 @@ def test_a_run_without_knobs_draws_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "bases.png").exists()
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc here")
+def test_a_folder_that_cannot_be_made_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"/proc/run cannot be a run folder: \[Errno"):
+        Run(CONFIG, "/proc/run")()
+
+
 @pytest.mark.parametrize("knobs", [None, ["learning_rate"]])
 def test_without_matplotlib_a_run_that_draws_is_refused_before_training(
     knobs: list[str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -79,16 +79,19 @@ class RunFolder:
     @contextmanager
     def held(self) -> Iterator[None]:
         """The folder belongs to this process inside the block. The lock is the system's: it ends with its process."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        try:
-            with FileLock(self._lock, blocking=False):
-                for part in self._cut_short():  # checkpoints of one kill after another would fill the disk
-                    part.unlink(missing_ok=True)
-                yield
-        except Timeout:
-            raise ConfigError(
-                f"another process is at the run in {self.path}; wait until it has ended, or choose another --out"
-            ) from None
+        with ExitStack() as stack:
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(FileLock(self._lock, blocking=False))
+            except Timeout:
+                raise ConfigError(
+                    f"another process is at the run in {self.path}; wait until it has ended, or choose another --out"
+                ) from None
+            except OSError as error:
+                raise ConfigError(f"{self.path} cannot be a run folder: {error}; choose another --out") from None
+            for part in self._cut_short():  # checkpoints of one kill after another would fill the disk
+                part.unlink(missing_ok=True)
+            yield
 
     def taken(self) -> bool:
         """Whether a process has the folder, as far as the system tells; it ends with that process, be it killed."""
