@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -68,12 +69,14 @@ class Pull:
     Attributes:
         total: the sum of lr * decay over the window's steps (`shrinkage`).
         is_direct: whether decay acts on the weights and not through their gradient.
+        scale: P of a parameter, or of some elements, where it is not that of the optimizer as it is.
     """
 
     optimizer: Optimizer
     group: dict[str, Any]
     total: float
     is_direct: bool
+    scale: Callable[[nn.Parameter, slice | None], Tensor] | None = None
 
     def through_gradient(
         self, parameter: nn.Parameter, weights: Tensor, elements: slice | None = None
@@ -81,7 +84,10 @@ class Pull:
         """What it did to one parameter, or to some elements, where it acts through the gradient: through P."""
         if parameter.is_complex():  # whose two parts have steps of their own
             return None
-        scale = preconditioner(self.optimizer, self.group, parameter, rate=1.0, elements=elements)
+        if self.scale is not None:
+            scale: Tensor | float | None = self.scale(parameter, elements)
+        else:
+            scale = preconditioner(self.optimizer, self.group, parameter, rate=1.0, elements=elements)
         if scale is None:
             return None
         # P is negative where an optimizer maximises, which turns gradients around and leaves decay as it is.
@@ -124,10 +130,12 @@ class AnalyticCollector(DirectionalCollector):
         self.pulls = self._none()
 
     def after_update(self, window: Window, step: int) -> None:
-        for pulls, binding in zip(self.pulls, self.bindings, strict=True):
-            groups = binding.optimizer.param_groups
-            for place, index in enumerate(binding.indices):  # as they are in force, each group's own
-                pulls[place] = pulls[place] + shrinkage(groups[index])
+        # Where replicas come apart by their rates, the first one's lie off their bases.
+        with self.scene.at_base() if self.scene.apart else nullcontext():
+            for pulls, binding in zip(self.pulls, self.bindings, strict=True):
+                groups = binding.optimizer.param_groups
+                for place, index in enumerate(binding.indices):  # as they are in force, each group's own
+                    pulls[place] = pulls[place] + shrinkage(groups[index])
 
     def close(self, harvest: Harvest) -> dict[str, Estimate]:
         now = self.scene.moving.values()
@@ -152,8 +160,12 @@ class AnalyticCollector(DirectionalCollector):
         for index, pull in zip(binding.indices, pulls, strict=True):
             group = binding.optimizer.param_groups[index]
             if pull != 0.0:
-                own = Pull(binding.optimizer, group, pull, decoupled(binding.optimizer, group))
-                pull_of.update({id(parameter): own for parameter in group["params"] if parameter.requires_grad})
+                trained = [parameter for parameter in group["params"] if parameter.requires_grad]
+                is_direct = decoupled(binding.optimizer, group)
+                own = Pull(binding.optimizer, group, pull, is_direct)
+                if self.scene.apart and not is_direct:
+                    own = self._of_first(own, [parameter for parameter in trained if not parameter.is_complex()])
+                pull_of.update({id(parameter): own for parameter in trained})
         every = [pull_of.get(id(own)) if moved else None for own, moved in zip(weights, self._stepped, strict=True)]
         # By a part's first tensor: each part is asked for at every point.
         pulled: dict[int, tuple[list[tuple[int, Pull]], Direct]] = {}
@@ -174,6 +186,24 @@ class AnalyticCollector(DirectionalCollector):
             return found
 
         return of
+
+    def _of_first(self, pull: Pull, parameters: Sequence[nn.Parameter]) -> Pull:
+        """It goes by the first replica's moments in every process, and by bases where replicas come apart."""
+        with self.scene.at_base():
+            own = [preconditioner(pull.optimizer, pull.group, parameter, rate=1.0) for parameter in parameters]
+        # A gradient, and so a state, may be there in some replicas only; all send as many numbers.
+        local = [tensors.wide(tensors.local(parameter.detach())) for parameter in parameters]
+        sent = [
+            p.to(like.dtype, copy=True) if isinstance(p, Tensor) else torch.full_like(like, p or 0.0)
+            for p, like in zip(own, local, strict=True)
+        ]
+        self.scene.replicas.take_firsts(sent)
+        found = {id(parameter): p for parameter, p in zip(parameters, sent, strict=True)}
+
+        def scale(parameter: nn.Parameter, elements: slice | None) -> Tensor:
+            return found[id(parameter)] if elements is None else found[id(parameter)].reshape(-1)[elements]
+
+        return replace(pull, scale=scale)
 
     def norms(self, weights: Tensor, direction: Tensor) -> tuple[float, float]:
         # Of sharded weights each process sees a part; a replica's number is the mean over its parts.

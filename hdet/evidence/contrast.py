@@ -279,7 +279,12 @@ class ContrastCollector(Collector):
     def _aim(self, window: Window) -> Tensor | None:
         """v at the weights as they are; `None` before the optimizer has a state to read P from."""
         found = aim(self.scene, window.index, self.rate, stateless=self.stateless)
-        return None if found is None else self.folding.folded_trained(found.step)
+        if found is None:
+            return None
+        direction = self.folding.folded_trained(found.step)
+        if self.scene.apart:
+            self.scene.replicas.take_firsts([direction])
+        return direction
 
     def forget(self) -> None:
         self.record.forget()

@@ -120,6 +120,8 @@ class MixedDifferenceCollector(Collector):
             return {}
         gradient = [found.gradient(number) for number in range(len(found.sums))]
         step = [found.step(number) for number in range(len(found.sums))]
+        if self.scene.apart:
+            self.scene.replicas.take_firsts(step)  # the moments of each are its own
         self._leave_out_unfelt(gradient, step)
         distance = self._distance(gradient, step, found.loss)
         if distance == 0.0:

@@ -198,6 +198,9 @@ class Replicas(ABC):
         Called where every process has put its own replicas back to one point.
         """
 
+    def take_firsts(self, tensors: Sequence[Tensor]) -> None:  # noqa: B027
+        """Overwrite tensors, in every process, by those that the process of the first replica has. A collective."""
+
     @abstractmethod
     def mean_buffers(self, valid: Sequence[bool]) -> None:
         """The part of `mean` that concerns buffers; calling it twice does no more than once."""

@@ -21,6 +21,7 @@ from hdet.evidence import Analytic
 from hdet.evidence.analytic import Pull, _stepped
 from hdet.schedules import Replay
 from hdet.spaces import Linear
+from hdet.spreads import TwoLevel
 
 T, RATE, DECAY = 40, 0.01, 0.2
 START = torch.tensor([3.0, 1.0, 4.0])
@@ -361,6 +362,18 @@ def test_copies_agree_with_one_model(n: int) -> None:
     _, (one,) = run(optimizer)
     _, (many,) = run(optimizer, replicas=lambda m, o: hdet.replicate(m, o, n=n))
     assert many.estimates["weight_decay"]["slope"] == pytest.approx(one.estimates["weight_decay"]["slope"], rel=1e-5)
+
+
+def test_copies_that_come_apart_by_their_rates_decay_by_the_base_of_these() -> None:
+    rate = hdet.LearningRate(evidence=hdet.evidence.Divergent(), spread=TwoLevel(0.5), controller=Hold())
+    silenced = [
+        run(make, knobs, replicas=lambda m, o: hdet.replicate(m, o, n=2), loss=silent)[1][0].estimates["weight_decay"]
+        for make in (standard, lambda m: SGD(m.parameters(), lr=RATE, weight_decay=DECAY))
+        for knobs in ([rate, knob(Analytic())], None)
+    ]
+    for apart, alike in (silenced[:2], silenced[2:]):
+        # The mean of the weights themselves lies off by next to nothing.
+        assert apart["slope"] == pytest.approx(alike["slope"], rel=0.02)
 
 
 def test_the_weights_are_left_as_they_were() -> None:

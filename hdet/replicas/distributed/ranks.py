@@ -295,6 +295,10 @@ class Ranks(Replicas):
                 optimizers = [optimizer for _, optimizer in self.hosts]
                 optimizer_mean.take_over(self.exchange, optimizers, [number == first for number in range(self.size)])
 
+    def take_firsts(self, tensors: Sequence[Tensor]) -> None:
+        with translated("sending what the first replica measured"):
+            self.exchange.broadcast(tensors, 0)
+
     def _pool_within(self) -> None:
         """Give the ranks of this replica the mean of their buffers; no merge gives them that of all."""
         if self._within is None:
