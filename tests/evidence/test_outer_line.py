@@ -18,7 +18,8 @@ from hdet.controllers import Gated, Hold
 from hdet.errors import ConfigError, IdentifiabilityError
 from hdet.evidence import OuterLine
 from hdet.merges import Exploit, Mean, Merge, Outer, OuterLearningRate, OuterMomentum
-from hdet.spaces import Logit
+from hdet.schedules import Replay
+from hdet.spaces import Linear, Logit
 
 WINDOW = 4
 J = 5
@@ -75,6 +76,38 @@ def test_the_slopes_are_those_of_outer_steps_really_made(name: str, stop: int, p
         slopes = (ends[1] - ends[0]) / 0.6
         assert told[knob.label]["slope"] == pytest.approx(slopes.mean(), rel=1e-4, abs=1e-6)
         assert told[knob.label]["stderr"] == pytest.approx(slopes.std(ddof=1) / math.sqrt(J), rel=1e-4, abs=1e-6)
+
+
+def test_what_it_tells_by_hand_of_a_rate_that_is_scheduled(problem: Any, train: Any) -> None:
+    """SGD's outer step goes from the opening along one line; it is made at the rate of the step that follows."""
+    rates = [0.9] * WINDOW + [0.4] * (20 - WINDOW)
+    rate = OuterLearningRate(
+        schedule=Replay(tuple(rates)), evidence=OuterLine(width=0.2, points=(-1.0, 0.0, 1.0)), controller=Hold()
+    )
+    deaf = OuterMomentum(bounds=(0.0, 0.99), space=Linear(), controller=Gated(until=0.1))
+    engine = engine_of(problem, Outer(options=()), [deaf, rate])
+    opening = [parameter.detach().clone() for parameter in engine.replicas[0].model.parameters()]
+    merged = engine_of(problem, Outer(1.0, options=()), [])  # the inner merge alone
+    for run in (engine, merged):
+        train(run, WINDOW)
+    model, probe = merged.replicas[0].model, merged.cycle.plan.signal
+    ends = [parameter.detach().clone() for parameter in model.parameters()]
+    assert isinstance(probe, hdet.Probe)
+
+    def at(value: float) -> Any:
+        for parameter, start, end in zip(model.parameters(), opening, ends, strict=True):
+            parameter.data.copy_(start + value * (end - start))
+        return probe.measure(model, 0).numpy()
+
+    low, middle, high = (at(0.4 * math.exp(x)) for x in (-0.2, 0.0, 0.2))
+    told = engine.history.latest[-1].estimates
+    assert told[deaf.label]["slope"] == 0.0
+    assert told[deaf.label]["stderr"] == math.inf
+    found = told[rate.label]
+    assert found["slope"] == pytest.approx((high - low).mean() / 0.4, rel=1e-4)
+    assert found["curvature"] == pytest.approx((high - 2 * middle + low).mean() / 0.2**2, rel=1e-2)
+    assert found["level"] == pytest.approx(np.mean([low, middle, high]), rel=1e-5)
+    assert found["span"] == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize("gradients", ["shared", "local"])
