@@ -191,6 +191,26 @@ def test_points_stay_within_bounds(problem: Any, train: Any) -> None:
     assert other.history.latest[-1].estimates[knob.label]["span"] == pytest.approx(math.log(0.7 / 0.65))
 
 
+@pytest.mark.parametrize(
+    ("points", "bounds", "offsets"),
+    [
+        ((-1.0, 1.0), (0.65, 0.75), [math.log(0.65 / 0.7), math.log(0.75 / 0.7)]),
+        ((-2 / 3, 1.0), (0.1, 0.7 * math.exp(0.2)), [-0.2, 0.2]),
+        ((0.0, 1.0), (0.1, 0.7 * math.exp(0.02)), [0.0, 0.02]),
+        ((0.0, 1.0), (0.7, 2.0), [0.0, 0.3]),
+        ((-1.0, 0.0), (0.1, 0.7), [-0.3, 0.0]),
+        ((0.0, 1.0), (0.1, 0.7), [0.0]),
+    ],
+)
+def test_where_the_points_lie_beside_bounds(points: Any, bounds: Any, offsets: Any, problem: Any, train: Any) -> None:
+    knob = OuterLearningRate(bounds=bounds, evidence=OuterLine(points=points), controller=Hold())
+    engine = engine_of(problem, Outer(options=()), [knob])
+    assert engine.cycle.collectors[0]._offsets(engine.knobs[0], 0) == pytest.approx(offsets)  # type: ignore[attr-defined]
+    train(engine, WINDOW)
+    told = engine.history.latest[-1].estimates[knob.label]
+    assert (told["stderr"] < math.inf) == (len(offsets) > 1)  # of one point there is no slope
+
+
 @pytest.mark.parametrize("step", [0, 2, 4, 9, 19, 20])
 def test_a_run_that_is_taken_up_is_the_same_run(step: int, problem: Any, train: Any) -> None:
     knobs = [OuterLearningRate(), OuterMomentum(), hdet.LearningRate(evidence=hdet.evidence.Line())]
