@@ -14,6 +14,7 @@ from hdet.engine.engine import Engine
 from hdet.errors import StepError
 from hdet.overlay.backward import accumulates, leaf_below
 from hdet.overlay.hooks import loss_in, requiring_grad
+from hdet.overlay.kept_gradients import KeptGradients
 from hdet.overlay.lent_bindings import Lending
 from hdet.overlay.reported_losses import ReportedLosses
 from hdet.replicas import Replica, tensors
@@ -52,11 +53,13 @@ class Passes:
         borrowed: the run's first pass had other parameters in the places of the model's (`torch.func`).
         dropped: how often passes have led to no step since the optimizer's last.
         lost: how often they have in all, as where a GradScaler skipped the step.
+        kept: whether the loop clears its gradients.
     """
 
-    def __init__(self, model: nn.Module, losses: ReportedLosses) -> None:
+    def __init__(self, model: nn.Module, losses: ReportedLosses, kept: KeptGradients) -> None:
         self.model = model
         self.losses = losses
+        self.kept = kept
         self.begun = self.entered = 0
         self.whole = True
         self.missed = self.borrowed = False
@@ -200,6 +203,7 @@ class Passes:
         if heard.backward is None:
             if heard.number and self.were_dropped():
                 self._drop_before(heard)
+            self.kept.before_backward()
             heard.backward = task
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._after_backward, heard))
         elif heard.backward != task:
@@ -223,6 +227,7 @@ class Passes:
     def _after_backward(self, heard: Pass) -> None:
         if self._current is heard:
             self._leave(heard=True)
+        self.kept.after_backward()
         first = next((p.grad for p in self.model.parameters() if p.grad is not None), None)
         self._seen = (first, first._version) if first is not None else None
 

@@ -17,6 +17,7 @@ from hdet.errors import StepError
 from hdet.history import WindowRecord
 from hdet.hparams.param_groups import first_trained, parameters_of
 from hdet.overlay.hooks import scaler_of_step
+from hdet.overlay.kept_gradients import KeptGradients
 from hdet.overlay.lent_bindings import Lending
 from hdet.overlay.passes import Passes
 from hdet.overlay.rates import Rates
@@ -82,7 +83,7 @@ class Riding:
         self.given = micro_batches
         self.counting = micro_batches is None
         self.losses = ReportedLosses()
-        self.passes = Passes(model, self.losses)
+        self.passes = Passes(model, self.losses, KeptGradients(optimizer))
         self.callbacks: list[Callback] = []
         self.held_by: object = None
         self._build = build
@@ -238,6 +239,7 @@ class Riding:
             self.lending.take_out_forward()
             self.lending.take_out_update()
             self.passes.begin_step()
+            self.passes.kept.after_step()
             self.passes.dropped = self._written = 0
             self._writes_seen = self._writes()
         self._tell(record)

@@ -340,3 +340,26 @@ def test_a_run_that_is_over_is_an_error_where_hdet_drives_the_rate() -> None:
     loop(model, optimizer, search=search)
     with pytest.raises(StepError, match=r"the run is over after .* and with it the schedule"):
         loop(model, optimizer, search=search)
+
+
+@pytest.mark.parametrize("clears", ["never", "to None", "to zero", "through data", "after two", "in some steps"])
+def test_gradients_that_are_never_cleared_are_told_once(clears: str) -> None:
+    """Those of an accumulation are, in the end, and zeros may be written where torch does not see it."""
+    model = network()
+    optimizer = adamw(model)
+    search = attached(model, optimizer, exclude=["dropout"])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for step in range(12):
+            for part in range(1 + (clears == "after two")):
+                search.loss(loss_of(model, batch(step, part))).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            if clears == "through data":
+                for parameter in model.parameters():
+                    assert parameter.grad is not None
+                    parameter.grad.data.zero_()
+            elif clears != "never" and (clears != "in some steps" or step % 3 == 0):
+                optimizer.zero_grad(set_to_none=clears != "to zero")
+    expected = ["the gradients of 5 optimizer steps on end were not cleared"] * (clears == "never")
+    assert [str(one.message)[: len(expected[0])] if expected else str(one.message) for one in told] == expected
