@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.hooks import unserializable_hook
 
 from hdet.engine.engine import Engine
 from hdet.errors import StepError
+from hdet.hparams.param_groups import parameters_of
 from hdet.overlay.backward import accumulates, leaf_below
 from hdet.overlay.hooks import loss_in, requiring_grad
 from hdet.overlay.kept_gradients import KeptGradients
@@ -56,10 +58,11 @@ class Passes:
         kept: whether the loop clears its gradients.
     """
 
-    def __init__(self, model: nn.Module, losses: ReportedLosses, kept: KeptGradients) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, losses: ReportedLosses) -> None:
         self.model = model
         self.losses = losses
-        self.kept = kept
+        self.kept = KeptGradients(optimizer)
+        self._optimizer = optimizer
         self.begun = self.entered = 0
         self.whole = True
         self.missed = self.borrowed = False
@@ -228,16 +231,19 @@ class Passes:
         if self._current is heard:
             self._leave(heard=True)
         self.kept.after_backward()
-        first = next((p.grad for p in self.model.parameters() if p.grad is not None), None)
+        first = next((p.grad for p in parameters_of(self._optimizer) if p.grad is not None), None)
         self._seen = (first, first._version) if first is not None else None
 
     def were_dropped(self) -> bool:
-        """Whether the gradients of the passes so far are gone, as where a GradScaler skipped their step."""
+        """Whether the gradients of the passes so far are gone, as where a GradScaler skipped their step.
+
+        Those of what the optimizer trains: in the turn of another one of the same model others stay.
+        """
         if not self.begun or self._gradients_elsewhere():
             return False
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        gradients = [p.grad for p in parameters_of(self._optimizer) if p.grad is not None]
         if not gradients:
-            return True
+            return self._seen is not None or all(p.grad is None for p in self.model.parameters())
         if self._seen is None or (self._seen[0] is gradients[0] and self._seen[1] == gradients[0]._version):
             return False
         # Something has written them since: they may have been set to zero. Only here is a device waited for.

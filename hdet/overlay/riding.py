@@ -17,7 +17,6 @@ from hdet.errors import StepError
 from hdet.history import WindowRecord
 from hdet.hparams.param_groups import first_trained, parameters_of
 from hdet.overlay.hooks import scaler_of_step
-from hdet.overlay.kept_gradients import KeptGradients
 from hdet.overlay.lent_bindings import Lending
 from hdet.overlay.passes import Passes
 from hdet.overlay.rates import Rates
@@ -83,7 +82,7 @@ class Riding:
         self.given = micro_batches
         self.counting = micro_batches is None
         self.losses = ReportedLosses()
-        self.passes = Passes(model, self.losses, KeptGradients(optimizer))
+        self.passes = Passes(model, optimizer, self.losses)
         self.callbacks: list[Callback] = []
         self.held_by: object = None
         self._build = build

@@ -298,3 +298,39 @@ def test_a_call_of_another_thread_without_gradients_is_none_and_disturbs_none() 
     losses = [loss for record in search.history for loss in record.losses]
     assert len(losses) == 2
     assert None not in losses
+
+
+class Turns(nn.Module):
+    """Actor and critic on a shared trunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.actor, self.critic = network(), nn.Linear(3, 3), nn.Linear(3, 1)
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        trunk = self.trunk(inputs)
+        return self.actor(trunk), self.critic(trunk)
+
+
+@pytest.mark.parametrize("first", ["zero_grad", "forward"])
+def test_the_turn_of_another_optimizer_is_no_micro_batch(first: str) -> None:
+    """Nor is its loss the training loss. Gradients of what that one trains alone stay when this one's are cleared."""
+    model = Turns()
+    actor, critic = (
+        torch.optim.SGD([*model.trunk.parameters(), *head.parameters()], lr=0.1) for head in (model.actor, model.critic)
+    )
+    held_out = hdet.Probe(lambda model, given: F.cross_entropy(model(given[0])[0], given[1]), [batch(-1), batch(-2)])
+    options: dict[str, Any] = {"schedule": None, "window": 4, "quiet": True, "guard": None, "exclude": ["dropout"]}
+    search = hdet.attach(model, actor, probe=held_out, **options)
+    for step in range(8):
+        inputs, labels = batch(step)
+        for optimizer in (actor, critic):
+            if first == "zero_grad":
+                optimizer.zero_grad()
+            acted, judged = model(inputs)
+            loss = F.cross_entropy(acted, labels) if optimizer is actor else judged.square().mean() + 1000.0
+            if first == "forward":
+                optimizer.zero_grad()
+            search.loss(loss).backward()
+            optimizer.step()
+    assert all(loss is not None and loss < 100 for record in search.history for loss in record.losses)
