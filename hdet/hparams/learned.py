@@ -66,7 +66,9 @@ class Shifts(ByKnob[Learned]):
         self, learned: Mapping[str, Learned] | None = None, steps: int = 0, total_steps: int | None = None
     ) -> None:
         super().__init__(learned or {})
-        self._short = f"(in {steps} of {total_steps} steps)" if total_steps is not None and steps < total_steps else ""
+        short = total_steps is not None and steps < total_steps
+        unstepped = "" if steps else ": the optimizer was not stepped, so nothing is learned; a lower rate is caution"
+        self._short = f"(in {steps} of {total_steps} steps{unstepped})" if short else ""
 
     def __str__(self) -> str:
         lines = self.lines()
