@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from glob import escape
+from math import isclose
 
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
@@ -56,8 +57,15 @@ def plain_numbers(model: nn.Module) -> dict[str, list[str]]:
             continue
         for attribute, value in vars(module).items():
             if isinstance(value, float) and 0.0 < value < 1.0:
-                if "dropout" in attribute or attribute in OF_DEPTH:
+                own = attribute == "drop_rate" and _reads(module, value)
+                if "dropout" in attribute or attribute in OF_DEPTH or own:
                     found[attribute].append(name)
                 elif attribute == "p" and type(module).__name__ == "StochasticDepth":  # torchvision's
                     found["stochastic_depth"].append(name)
     return dict(found)
+
+
+def _reads(module: nn.Module, drop_rate: float) -> bool:
+    """Whether a `drop_rate`, as timm calls it, is what the forward reads: others keep what they made a dropout with."""
+    rates = [one.p for one in module.modules() if isinstance(one, _DropoutNd)]
+    return not any(isclose(rate, drop_rate, rel_tol=1e-6) for rate in rates)

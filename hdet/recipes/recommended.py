@@ -285,7 +285,7 @@ def _dropouts(model: nn.Module, optimizer: Optimizer, sharded: bool, objective: 
             attribute.replace("_", " "),
             None,
             f"is a plain number that {f'{len(names)} modules read' if len(names) > 1 else 'one module reads'} "
-            f"({names[0]}{', ...' if len(names) > 1 else ''}), and no module's rate; "
+            f"({names[0] or 'the model itself'}{', ...' if len(names) > 1 else ''}), and no module's rate; "
             + _explorable(attribute, [modules[name] for name in names], names[0]),
         )
         for attribute, names in numbers.items()
@@ -403,7 +403,9 @@ def _adapted(choices: Sequence[Choice], knobs: Sequence[Knob], exclude: Sequence
             adapted.append(Choice(choice.subject, own.pop(name), "as you declared it"))
         elif {name, _kind(name)} & set(exclude):
             as_written = "; it stays what you or your scheduler write" if isinstance(choice.knob, LearningRate) else ""
-            adapted.append(Choice(choice.subject, None, f"excluded{as_written}"))
+            left_out = Choice(choice.subject, None, f"excluded{as_written}")
+            if left_out not in adapted:  # as a dropout and a plain number of that name
+                adapted.append(left_out)
         elif _kind(name) not in taken:
             adapted.append(choice)
     return [*adapted, *(Choice(name.replace("_", " "), knob, "as you declared it") for name, knob in own.items())]

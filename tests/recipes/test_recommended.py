@@ -152,6 +152,25 @@ def test_stochastic_depth_is_named_and_left_alone() -> None:
     assert [subject for subject, choice in choices.items() if choice.knob is not None] == ["learning rate"]
 
 
+@pytest.mark.parametrize("kept_by", ["the forward", "a dropout", "a swapped dropout"])
+def test_a_drop_rate_that_the_forward_reads_is_named(kept_by: str) -> None:
+    """Many models of timm give it to `F.dropout`; others keep it beside the dropout that they made with it."""
+    model = nn.Sequential(nn.Linear(8, 4), nn.Dropout(0.5 if kept_by == "the forward" else 0.2))
+    model.drop_rate = 0.2  # type: ignore[assignment]
+    if kept_by == "a swapped dropout":
+        hdet.nn.swap(model)
+    told = [choice.reason for choice in choose(model, adamw(model), STEPS) if choice.subject == "drop rate"]
+    assert [reason.partition(",")[0] for reason in told] == (
+        ["is a plain number that one module reads (the model itself)"] if kept_by == "the forward" else []
+    )
+
+
+def test_what_is_excluded_is_said_once() -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.Dropout(0.2), nn.MultiheadAttention(4, 1, dropout=0.1))
+    said = describe(choose(model, adamw(model), STEPS, exclude=["dropout"]))
+    assert said.count("- dropout: excluded") == 1
+
+
 def test_dropout_can_be_left_out_of_a_model_that_has_it_as_a_plain_number_alone() -> None:
     """As of one without any: errors and pages tell to leave both out, whatever the model is."""
     model = nn.Linear(8, 4)
