@@ -25,7 +25,7 @@ from hdet.hparams.update import GroupKnob, Groups
 from hdet.overlay.foretold import Foretold, of_timm
 from hdet.overlay.lent_bindings import Lending
 from hdet.overlay.rates import RATE, Rates
-from hdet.overlay.riding import Riding
+from hdet.overlay.riding import MOST_SKIPPED, Riding
 from hdet.overlay.search import Search
 from hdet.overlay.split_groups import (
     Patterns,
@@ -263,6 +263,7 @@ def attach(
         search.undo_when_detached(undo.pop_all().close)
     if not quiet and search.engine.home.is_leader:
         search.on_window(_say_ending)
+        search.undo_when_detached(partial(_say_left_off, search))
     _searches[optimizer] = weakref.ref(search)
     return search
 
@@ -270,6 +271,16 @@ def attach(
 def _say_ending(record: WindowRecord) -> None:
     if record.ending:
         print(f"hdet {record.ending}")
+
+
+def _say_left_off(search: Search) -> None:
+    """A loop that ends long before its `total_steps` fails in nothing. One whose GradScaler skips is a little short."""
+    made, total = search.engine.step_count, search.engine.total_steps
+    if total is not None and 0 < made < (1 - MOST_SKIPPED) * total:
+        print(
+            f"hdet left off at step {made} of {total}, in mid-schedule; if training ends here, as by early stopping, "
+            f"make the next run one of about {made} steps, so that the rate comes down"
+        )
 
 
 def searched(optimizer: Optimizer) -> bool:

@@ -111,3 +111,15 @@ def test_where_a_group_is_gone_in_mid_pass_the_search_leaves_the_model_all_the_s
     assert set(vars(model)) == before
     assert not model._forward_pre_hooks
     assert model[2].p == 0.2
+
+
+@pytest.mark.parametrize(("made", "told"), [(0, False), (8, True), (37, False), (40, False)])
+def test_it_is_said_where_a_run_is_left_in_mid_schedule(
+    made: int, told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = network()
+    optimizer = adamw(model)
+    with hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, window=5) as search:
+        capsys.readouterr()
+        loop(model, optimizer, search=search, stop=made)
+    assert ("hdet left off at step 8 of 40, in mid-schedule; if training ends" in capsys.readouterr().out) is told
