@@ -17,7 +17,7 @@ from hdet.user_warning import warn
 Entry = tuple[str, int | None]
 RATE: Entry = ("lr", None)
 UNMOVED = 10
-"""Steps that a scheduler was to have made, after which it is said that it has made none."""
+"""Steps that a scheduler was to have made, after which it is said that it has made far fewer."""
 
 
 class Rates:
@@ -184,13 +184,14 @@ class Rates:
         raise StepError(follower.complaint(step, held, course.foreseen(foreseen)))
 
     def _notice_standing(self, follower: Follower | Foretold, course: Course, step: int) -> None:
-        """Say it once where the scheduler has made no step, though it was to have made several."""
+        """Say it once where the scheduler has made no step, or three quarters of those it was to have made at most."""
         due = step == UNMOVED * follower.steps_between and course.foreseen(0) != course.foreseen(UNMOVED)
-        if due and not follower.position_at(step):
+        foreseen = UNMOVED * follower.steps_each
+        if due and (made := follower.position_at(step)) <= 0.75 * foreseen:
             warn(
-                f"{follower.name} has made no step in {step} optimizer steps, and hdet looks ahead as if it made one "
-                f"in every {follower.steps_between}: where the loop steps it once an epoch, give hdet.attach "
-                f"scheduler_every=, the optimizer steps of an epoch"
+                f"{follower.name} has made {made} steps in {step} optimizer steps, and hdet looks ahead as if it had "
+                f"made {foreseen}: where the loop steps it more rarely, as once an epoch, give hdet.attach "
+                f"scheduler_every=, the optimizer steps from one of its steps to the next"
             )
 
     def _refuse_moved(self) -> None:
