@@ -23,6 +23,12 @@ from hdet.hparams.param_groups import first_trained
 Closure = Callable[[], Any]
 _WRAPPERS = getattr(getattr(Optimizer, "profile_hook_step", None), "__code__", None)
 """Of torch's own function, which holds that of what it wraps every step in."""
+UNTRACED = (
+    "hdet.attach follows the loop by hooks, which no graph can hold: compile the model alone, with fullgraph=True if "
+    "you like, and give hdet.attach what torch.compile returned, or leave out fullgraph=True around what calls the "
+    "model or the optimizer"
+)
+"""What torch says where a graph is to hold a hook."""
 Output = TypeVar("Output")
 
 
@@ -39,7 +45,7 @@ class Rider(Protocol):
 
 
 class Hook:
-    """One hook. A copy of the model or of the optimizer, as for weights averaged over time, has an idle one."""
+    """One hook, never traced. A copy of the model or of the optimizer, as for averaged weights, has an idle one."""
 
     def __init__(self, act: Callable[..., Any]) -> None:
         _keep_untraced()
@@ -61,7 +67,7 @@ def _keep_untraced() -> None:
 
     With the first hook, and not as a decorator: torch then imports its compiler, which takes seconds.
     """
-    Hook.__call__ = torch.compiler.disable(Hook.__call__)  # type: ignore[method-assign]
+    Hook.__call__ = torch.compiler.disable(Hook.__call__, reason=UNTRACED)  # type: ignore[method-assign]
 
 
 def _idle(*arguments: Any) -> None:
@@ -190,6 +196,7 @@ class Hooks:
         """The user's closure, and then what comes before a step: it runs forward and backward inside the step."""
 
         called = False
+        before_step = Hook(self._rider.before_step)
 
         def closed() -> Any:
             nonlocal called
@@ -205,7 +212,7 @@ class Hooks:
             finally:
                 self._in_closure = False
             if not self._idle:  # the closure may have detached the search
-                self._rider.before_step()
+                before_step()
             return loss
 
         return closed

@@ -15,7 +15,7 @@ from hdet.engine.engine import Engine
 from hdet.errors import StepError
 from hdet.hparams.param_groups import parameters_of
 from hdet.overlay.backward import accumulates, leaf_below
-from hdet.overlay.hooks import loss_in, requiring_grad
+from hdet.overlay.hooks import Hook, loss_in, requiring_grad
 from hdet.overlay.kept_gradients import KeptGradients
 from hdet.overlay.lent_bindings import Lending
 from hdet.overlay.reported_losses import ReportedLosses
@@ -119,7 +119,8 @@ class Passes:
             self.losses.note(current.number, loss)
         for tensor in requiring_grad(output):
             current.traced = True
-            tensor.register_hook(unserializable_hook(partial(self._heard_backward, current, leaf_below(tensor))))
+            heard = Hook(partial(self._heard_backward, current, leaf_below(tensor)))
+            tensor.register_hook(unserializable_hook(heard))
 
     def end(self) -> None:
         """The optimizer is about to step: a pass that waits is over, or was none."""
@@ -208,7 +209,7 @@ class Passes:
                 self._drop_before(heard)
             self.kept.before_backward()
             heard.backward = task
-            torch.autograd.Variable._execution_engine.queue_callback(partial(self._after_backward, heard))
+            torch.autograd.Variable._execution_engine.queue_callback(Hook(partial(self._after_backward, heard)))
         elif heard.backward != task:
             # A second one adds to gradients that were looked at: what the step would teach is left out.
             self.whole = False

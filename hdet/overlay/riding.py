@@ -483,7 +483,8 @@ class Riding:
                 f"the optimizer is to step, and hdet has seen no training pass since its last step: the loop is to "
                 f"call the {type(self.model).__name__} that hdet.attach was given, in train mode and with gradients "
                 f"enabled. Attach to the model that the loop calls, wrapped or compiled as it is, before its first "
-                f"call; if it calls it inside torch.utils.checkpoint, give that use_reentrant=False; or, where it "
+                f"call (if a compiled function calls it, to the model before torch.compile); if it calls it inside "
+                f"torch.utils.checkpoint, give that use_reentrant=False; or, where it "
                 f"calls parts of it one by one, run each pass by search.training_pass(run), whose "
                 f"run() returns the loss; or leave out what is judged by passes: {' and '.join(ways)}"
             )

@@ -19,7 +19,7 @@ from hdet.engine.noise_scale import NoiseScale
 from hdet.errors import CheckpointError, StepError
 from hdet.history import History, WindowRecord
 from hdet.hparams.learned import Shifts
-from hdet.overlay.hooks import Hooks, Output
+from hdet.overlay.hooks import Hook, Hooks, Output
 from hdet.overlay.lent_bindings import kept, put_back
 from hdet.overlay.model_weights import state_without_frozen, with_frozen, written_since
 from hdet.overlay.rank_states import AllRanks
@@ -48,6 +48,7 @@ class Search(AbstractContextManager["Search"]):
         self._riding = riding
         self._riding.held_by = self
         self._hooks: Hooks | None = Hooks(riding, self.model, self.optimizer)
+        self._note = Hook(lambda loss: riding.losses.note(riding.passes.number, loss))
 
     # -- what a person asks -----------------------------------------------------------------------
 
@@ -113,7 +114,7 @@ class Search(AbstractContextManager["Search"]):
                 f"search.loss takes the training loss, a tensor of one number, and returns it for backward; got {got}: "
                 f"give it the mean over the micro-batch, before .item()"
             )
-        self._riding.losses.note(self._riding.passes.number, real(loss, "the training loss"))
+        self._note(real(loss, "the training loss"))
         return loss
 
     def training_pass(self, run: Callable[[], Output]) -> Output:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hdet
 from hdet.controllers import Hold
+from hdet.errors import StepError
 
 Search = hdet.Search | None
 Train = Callable[[nn.Module, Any, Search], None]
@@ -319,6 +321,63 @@ def test_compiled_it_is_what_it_was_bit_for_bit(what: str, assert_same: Any) -> 
         if search is not None:
             assert search.engine.step_count == 20
     assert_same(*ends)
+
+
+@pytest.mark.parametrize("closure", [False, True])
+def test_of_a_compiled_step_nothing_of_hdet_is_traced(closure: bool) -> None:
+    """Forward, loss, backward and update in one compiled function: graphs are of what the user wrote."""
+    traced: set[str] = set()
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        traced.update(node.stack_trace or "" for node in graph.graph.nodes)
+        return graph
+
+    torch._dynamo.reset()
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.05))
+    held_out = hdet.Probe(lambda model, given: model(given).square().mean(), [torch.randn(4, 8) for _ in range(2)])
+    search = hdet.attach(model, optimizer, probe=held_out, total_steps=6, window=3, micro_batches=1, quiet=True)
+
+    def backward() -> Tensor:
+        optimizer.zero_grad()
+        loss = search.loss(model(torch.ones(4, 8)).square().mean())
+        loss.backward()
+        return loss
+
+    @torch.compile(backend=backend)
+    def step() -> None:
+        if closure:
+            optimizer.step(backward)
+        else:
+            backward()
+            optimizer.step()
+
+    for _ in range(6):
+        step()
+    assert search.finished
+    assert traced
+    assert not [trace for trace in traced if str(Path(hdet.__file__).parent) in trace]
+
+
+def test_a_graph_that_is_to_hold_a_hook_is_told_what_to_compile() -> None:
+    torch._dynamo.reset()
+    model = network()
+    hdet.attach(model, adamw(model), probe=probe(), schedule=None, quiet=True)
+    whole = torch.compile(lambda inputs: model(inputs).sum(), backend="aot_eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="compile the model alone"):
+        whole(batch(0)[0])
+
+
+def test_a_compiled_model_in_a_compiled_function_is_told_to_attach_to_the_plain_one() -> None:
+    """Torch calls what is inside such a model, and not its hooks."""
+    torch._dynamo.reset()
+    model = network()
+    hdet.nn.swap(model)
+    optimizer, compiled = adamw(model), torch.compile(model, backend="eager")
+    hdet.attach(compiled, optimizer, probe=probe(), schedule=None, micro_batches=1, quiet=True)
+    torch.compile(lambda inputs: compiled(inputs).sum(), backend="eager")(batch(0)[0]).backward()
+    with pytest.raises(StepError, match=r"to the model before torch\.compile"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("kind", ["dict", "tuple", "itself"])
