@@ -26,7 +26,7 @@ _WRAPPERS = getattr(getattr(Optimizer, "profile_hook_step", None), "__code__", N
 UNTRACED = (
     "hdet.attach follows the loop by hooks, which no graph can hold: compile the model alone, with fullgraph=True if "
     "you like, and give hdet.attach what torch.compile returned, or leave out fullgraph=True around what calls the "
-    "model or the optimizer"
+    "model or the optimizer; for torch.export.export(strict=True) call search.detach() first"
 )
 """What torch says where a graph is to hold a hook."""
 Output = TypeVar("Output")

@@ -366,6 +366,8 @@ def test_a_graph_that_is_to_hold_a_hook_is_told_what_to_compile() -> None:
     whole = torch.compile(lambda inputs: model(inputs).sum(), backend="aot_eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="compile the model alone"):
         whole(batch(0)[0])
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"call search\.detach\(\) first"):
+        torch.export.export(model, (batch(0)[0],), strict=True)
 
 
 def test_a_compiled_model_in_a_compiled_function_is_told_to_attach_to_the_plain_one() -> None:
