@@ -17,10 +17,10 @@ def declaration(plan: Plan) -> dict[str, str]:
     """By name and as text, what every process of a run must declare alike, because each decides by itself."""
     signal = plan.signal
     return {
-        "knobs": _told([plain(knob.spec) for knob in plan.knobs]),
+        "knobs": _told([_in_full(knob.spec) for knob in plan.knobs]),
         "bases": _told([knob.schedule(0) for knob in plan.knobs]),
         "schedules": _told([_course(knob.schedule) for knob in plan.knobs]),
-        "evidence": _told([plain(source) for source in plan.evidence]),
+        "evidence": _told([_in_full(source) for source in plan.evidence]),
         "signal": f"probe at {signal.at}, stride {signal.stride}" if isinstance(signal, Probe) else "training loss",
         "merge": _told(plan.merge.to_dict()),
         "window": _told(plan.windows.to_dict()),
@@ -67,6 +67,24 @@ def plain(spec: Spec | None) -> object:
         return spec.to_dict()
     except ValueError:
         return f"{spec.kind} {getattr(spec, 'label', '')}".strip()
+
+
+def _in_full(spec: Spec) -> object:
+    """A declaration as plain data; of a field that has no common text, as a course that is followed, its type."""
+    try:
+        return spec.to_dict()
+    except ValueError:
+        return {"kind": spec.kind, **{name: _field(spec, name) for name in type(spec).model_fields}}
+
+
+def _field(spec: Spec, name: str) -> object:
+    value = getattr(spec, name)
+    if isinstance(value, Spec):
+        return _in_full(value)
+    try:
+        return spec.model_dump(mode="json", include={name})[name]
+    except ValueError:
+        return type(value).__name__
 
 
 def _told(value: object) -> str:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from hdet.engine.engine import Engine
 from hdet.engine.same_probe import require_same_probe
-from hdet.errors import StepError
+from hdet.errors import ConfigError, HdetError, StepError
 from hdet.history import WindowRecord
 from hdet.hparams.param_groups import first_trained, parameters_of
 from hdet.overlay.hooks import scaler_of_step
@@ -95,6 +95,11 @@ class Riding:
         self._busy = False  # the engine is at work, and passes are its own
         self._found_alone = world() == 1 and not given_place
         self.take_seats(1 if micro_batches is None else micro_batches)
+        self._require_alike(
+            float(self.counting),
+            "micro_batches= was given on some ranks and not on others; give all of them the same number, or none",
+            ConfigError,
+        )
 
     def take_seats(self, micro_batches: int) -> None:
         """Make an engine for that many micro-batches a step. No step may have been made."""
@@ -334,11 +339,11 @@ class Riding:
             )
         return unsure
 
-    def _require_alike(self, fact: float, message: str) -> None:
+    def _require_alike(self, fact: float, message: str, kind: type[HdetError] = StepError) -> None:
         """Every rank of a run asks at the same time.
 
         Raises:
-            StepError: with the message, where the ranks differ.
+            HdetError: of this kind and with the message, where the ranks differ.
         """
         home = self.engine.home
         if not isinstance(home, Ranks):
@@ -346,7 +351,7 @@ class Riding:
         first = next(self.model.parameters())
         found = home.gather(torch.full((len(home.local), 1), fact, device=first.device))
         if (found != fact).any():
-            raise StepError(message)
+            raise kind(message)
 
     def _refuse_unlike_parts(self, step: int) -> None:
         """The ranks that share a replica step its parts by one setting. Replicas on ranks of their own are compared.

@@ -563,6 +563,13 @@ def groups_in_another_order() -> str:
     return _refusal(ConfigError, lambda: attach(model, optimizer, micro_batches=1))
 
 
+def declared_unlike(options: Sequence[Found]) -> str:
+    """Each rank gives its own of these arguments."""
+    model = ddp(network())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    return _refusal(ConfigError, lambda: attach(model, optimizer, **options[dist.get_rank()]))
+
+
 def settings_that_ranks_write_unlike(key: str, far: float) -> str:
     """In the second window, on the last rank; two of the three go on with one value."""
     model = WRAPS["fsdp"](network())

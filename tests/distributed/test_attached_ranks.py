@@ -210,6 +210,18 @@ def test_where_ranks_declare_other_knobs_the_message_shows_where_they_differ() -
         assert not first.endswith(second)
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([{"knobs": [hdet.WeightDecay()]}, {"knobs": attached.HELD[1:]}], "the ranks disagree on knobs: "),
+        ([{"micro_batches": 1}, {}], "micro_batches= was given on some ranks and not on others"),
+    ],
+)
+def test_ranks_that_are_given_other_arguments_are_refused_before_a_step(options: list[Any], said: str) -> None:
+    """Of a knob, too, that follows what the optimizer holds, which no declaration can write down."""
+    assert all(message.startswith(said) for message in launch(attached.declared_unlike, 2, options))
+
+
 @pytest.mark.parametrize("key", ["lr", "weight_decay"])
 def test_ranks_of_one_replica_that_write_unlike_settings_are_refused(key: str) -> None:
     said = launch(attached.settings_that_ranks_write_unlike, 3, key, 1.01)
