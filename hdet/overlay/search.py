@@ -24,6 +24,7 @@ from hdet.overlay.lent_bindings import kept, put_back
 from hdet.overlay.model_weights import state_without_frozen, with_frozen, written_since
 from hdet.overlay.rank_states import AllRanks
 from hdet.overlay.riding import Riding
+from hdet.overlay.told_schedule import Follower
 from hdet.record import named
 from hdet.replicas import tensors
 from hdet.replicas.distributed.ranks import Ranks
@@ -262,7 +263,7 @@ class Search(AbstractContextManager["Search"]):
             riding.load_state_dict(before)
             riding.counting = counting
             raise
-        self._notice_return(state["engine"]["open"], of_all_ranks="ranks" in state)
+        self._notice_return(state["engine"]["open"], whole=_holds_all_replicas(state))
 
     def _require(self, state: Mapping[str, Any]) -> None:
         """Whether a state can be loaded, as far as that shows beforehand."""
@@ -287,22 +288,30 @@ class Search(AbstractContextManager["Search"]):
                 f"before the first step, or attach anew"
             )
 
-    def _notice_return(self, under_way: dict[str, Any] | None, of_all_ranks: bool) -> None:
+    def _notice_return(self, under_way: dict[str, Any] | None, whole: bool) -> None:
         """Say that the weights are those of the window's opening, where the window could not be taken up."""
         engine = self.engine
         if under_way is None or engine.step_count == under_way["step"]:
             return
-        if engine.home.size > len(engine.replicas) and not of_all_ranks:
+        if engine.home.size > len(engine.replicas) and not whole:
             raise CheckpointError(
                 f"the search's state was taken at step {under_way['step']}, in mid-window, by one rank, and this run "
                 f"has several, each with a part of its own: save search.all_ranks.state_dict(), which all ranks call "
                 f"together, and load it by search.all_ranks.load_state_dict(). The model holds the weights of step "
                 f"{engine.step_count} now: restore it anew"
             )
+        scheduled = isinstance(self._riding.rates.follower, Follower)
         self._riding.warn(
             f"the search could not go on in the window that the state was taken in, at step {under_way['step']}: the "
             f"model holds the weights of step {engine.step_count}, at which the window opened; go on from there"
+            + ", the scheduler put back to that step too"
+            * scheduled
         )
+
+
+def _holds_all_replicas(state: Mapping[str, Any]) -> bool:
+    """Whether a state is of all ranks of its run, which may have been one process."""
+    return "ranks" in state or state["engine"]["size"] == state["micro_batches"]
 
 
 def _require_parts(state: Mapping[str, Any], model: nn.Module) -> None:

@@ -276,9 +276,12 @@ def test_what_one_rank_cannot_take_of_its_own_state_is_refused_on_all() -> None:
     assert weight == other
 
 
-def test_all_ranks_state_in_mid_window_is_gone_on_with_by_other_ranks_from_its_opening() -> None:
-    state, _ = launch(attached.state_of_all_ranks, 2)
-    assert launch(attached.resumed_on_other_ranks, 3, state) == [attached.WINDOW] * 3
+@pytest.mark.parametrize(("saved_by", "loaded_by"), [(2, 3), (1, 2), (2, 1)])
+def test_all_ranks_state_in_mid_window_is_gone_on_with_by_other_ranks_from_its_opening(
+    saved_by: int, loaded_by: int
+) -> None:
+    state, *_ = launch(attached.state_of_all_ranks, saved_by)
+    assert launch(attached.resumed_on_other_ranks, loaded_by, state) == [attached.WINDOW] * loaded_by
 
 
 @pytest.mark.parametrize("saved_at", [2 * attached.WINDOW, 2 * attached.WINDOW + 2], ids=["window's end", "mid-window"])

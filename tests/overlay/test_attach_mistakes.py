@@ -243,12 +243,16 @@ def test_a_model_of_which_nothing_is_trained_is_refused() -> None:
     hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, quiet=True)
 
 
-def test_a_window_that_cannot_be_gone_on_with_is_told() -> None:
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_window_that_cannot_be_gone_on_with_is_told(scheduled: bool) -> None:
     searches = []
     for window in (5, 4):
         model = network()
+        optimizer = adamw(model)
         options: dict[str, Any] = {"total_steps": STEPS, "window": window, "micro_batches": 1, "quiet": True}
-        searches.append(hdet.attach(model, adamw(model), probe=probe(), **options))
+        if scheduled:
+            options["scheduler"] = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+        searches.append(hdet.attach(model, optimizer, probe=probe(), **options))
     for step in range(7):
         searches[0].loss(loss_of(searches[0].model, batch(step))).backward()
         searches[0].optimizer.step()
@@ -257,6 +261,7 @@ def test_a_window_that_cannot_be_gone_on_with_is_told() -> None:
     with pytest.warns(UserWarning, match=said) as told:
         searches[1].load_state_dict(searches[0].state_dict())
     assert [one.filename for one in told] == [__file__]
+    assert ("the scheduler put back to that step too" in str(told[0].message)) is scheduled
     assert searches[1].engine.step_count == 5
 
 
