@@ -32,7 +32,7 @@ def _pairs(given: object) -> object:
     return tuple(given.items()) if isinstance(given, Mapping) else given
 
 
-Options = Annotated[tuple[tuple[str, Option], ...], BeforeValidator(_pairs), PlainSerializer(dict)]
+Options = Annotated[tuple[tuple[str, Option], ...], BeforeValidator(_pairs), PlainSerializer(lambda pairs: dict(pairs))]
 """A mapping, held as pairs so that a declaration can be a key."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import PlainSerializer
 
 import hdet
 from hdet.contrib import Weighted
@@ -340,3 +342,9 @@ def test_fields_that_cannot_be(fields: Any, told: str) -> None:
 def test_optimizers_that_cannot_be(fields: Any, told: str, problem: Any) -> None:
     with pytest.raises(ConfigError, match=told):
         engine_of(problem, Outer(**fields))
+
+
+def test_its_options_are_written_by_a_function_that_pydantic_2_7_can_look_into() -> None:
+    (serializer,) = [of for of in Outer.model_fields["options"].metadata if isinstance(of, PlainSerializer)]
+    assert len(inspect.signature(serializer.func).parameters) == 1  # type: ignore[arg-type]
+    assert Outer(options={"momentum": 0.9}).to_dict()["options"] == {"momentum": 0.9}
