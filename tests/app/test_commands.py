@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 from rich.console import Console
 from small_run import DIGITS, call
 
@@ -25,6 +26,7 @@ from hdet.app.run.folder import RunFolder
 from hdet.app.serving import PageServer
 from hdet.app.watch import _Drawn
 from hdet.document import parse
+from hdet.errors import ConfigError
 from hdet.record import WindowRecord
 
 MOVED = RunConfig.from_dict(
@@ -134,6 +136,20 @@ def test_a_comparison_that_was_killed_outright_is_waited_for_no_longer(over: Pat
         assert drawn()[1], "the page is refreshed"
     assert reported_run(folder).over
     assert not drawn()[1], "though no file has changed since"
+
+
+def test_a_folder_is_held_by_the_locks_of_filelock_3_12(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lock(FileLock):
+        def __init__(self, lock_file: Path) -> None:  # `blocking` came with 3.14
+            super().__init__(lock_file)
+
+    monkeypatch.setattr("hdet.app.run.folder.FileLock", Lock)
+    with (
+        RunFolder(tmp_path).held(),
+        pytest.raises(ConfigError, match="another process is at the run in"),
+        RunFolder(tmp_path).held(),
+    ):
+        pass
 
 
 def test_before_the_first_window_and_where_there_is_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -82,7 +82,7 @@ class RunFolder:
         with ExitStack() as stack:
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(FileLock(self._lock, blocking=False))
+                stack.enter_context(FileLock(self._lock).acquire(blocking=False))
             except Timeout:
                 raise ConfigError(
                     f"another process is at the run in {self.path}; wait until it has ended, or choose another --out"
