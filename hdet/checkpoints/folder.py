@@ -63,6 +63,11 @@ class CheckpointFolder:
             raise ConfigError(
                 f"keep must be at least 1 and an integer, got {keep!r}: the last checkpoint is what a resume needs"
             )
+        if not dist.is_available():
+            raise ConfigError(
+                "a CheckpointFolder is written by torch.distributed, which this torch is built without; save "
+                "state_dict() of the engine or of the search by torch.save"
+            )
         self.path = Path(path)
         self.keep = keep
         self._saving: Saving | None = None

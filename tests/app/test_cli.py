@@ -479,3 +479,50 @@ def test_without_posix_modules_there_is_a_command() -> None:
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
     assert hdet.__version__ in ended.stdout
+
+
+def test_a_torch_that_is_built_without_its_distributed_package_will_do(declared: Path, tmp_path: Path) -> None:
+    script = tmp_path / "alone.py"
+    script.write_text(
+        """
+import sys
+
+
+class Without:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch.distributed":
+            built = sys.modules["torch._C"]
+            for what in [what for what in vars(built) if what.startswith(("_c10d_", "_rpc_", "_distributed_"))]:
+                delattr(built, what)
+        if name.startswith("torch._C._distributed"):
+            raise ModuleNotFoundError(name, name=name)
+
+
+sys.meta_path.insert(0, Without())
+import torch
+import hdet
+from hdet.app.main import main
+
+assert not torch.distributed.is_available()
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.AdamW(model.parameters())
+probe = hdet.Probe(lambda model, batch: model(batch).square().mean(), [torch.randn(4, 4) for _ in range(8)])
+search = hdet.attach(model, optimizer, probe=probe, total_steps=12, quiet=True)
+for _ in range(12):
+    search.loss(model(torch.randn(4, 4)).square().mean()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+assert search.finished
+try:
+    hdet.checkpoints.CheckpointFolder("here")
+except hdet.errors.ConfigError as error:
+    assert "by torch.save" in str(error)
+else:
+    raise AssertionError
+main(["run", sys.argv[1], "--processes", "2", "--out", "here"])
+"""
+    )
+    command = [sys.executable, "-W", "ignore", str(script), str(declared / "digits.yaml")]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert "this torch is built without torch.distributed; leave it out" in ended.stderr
+    assert not (tmp_path / "here").exists()

@@ -92,6 +92,8 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
     """
     if "RANK" in os.environ:
         raise ConfigError("--processes starts ranks, but torchrun has started this process as one; leave it out")
+    if not dist.is_available():
+        raise ConfigError("--processes starts ranks, and this torch is built without torch.distributed; leave it out")
     # The store of the ranks is here, as torchrun's is in its agent: a port that is free now may be taken by the time
     # the first rank has imported torch.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]

@@ -19,7 +19,8 @@ CAPACITY = 2**22
 FEW = 32
 """Pieces in a bucket up to which one call for each is no matter."""
 
-_gather_single: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+"""By name, since a torch that is built without `torch.distributed` has neither."""
 
 
 class Exchange:
@@ -129,7 +130,7 @@ class Exchange:
         row = row.to(self.device).contiguous()
         ranks = dist.get_world_size(self.layout.everyone())
         rows = torch.empty(ranks * row.numel(), dtype=row.dtype, device=self.device)
-        _gather_single(rows, row, group=self.layout.everyone())
+        getattr(dist, GATHER)(rows, row, group=self.layout.everyone())
         return rows.view(ranks, row.numel())
 
     def gather_objects(self, own: Any, *, of_all: bool = False) -> list[Any]:
@@ -165,7 +166,7 @@ class Exchange:
 
     def _fold_and_tell(self, flat: Tensor, rows: Sequence[Tensor], weights: Sequence[float], mean: bool) -> None:
         """Each rank adds up its slice, and sends the sum to all."""
-        _gather_single(flat, fold(rows, weights, mean).to(flat.dtype), group=self.layout.peers())
+        getattr(dist, GATHER)(flat, fold(rows, weights, mean).to(flat.dtype), group=self.layout.peers())
 
     def _memory(self, dtype: torch.dtype, which: int, size: int) -> Tensor:
         kept = self._kept.get((dtype, which))
