@@ -18,9 +18,16 @@ PACKAGES = {
     "core": ("torch", "pydantic", "numpy"),
     "cli": ("pyyaml", "typer", "rich", "matplotlib", "scikit-learn", "filelock"),
     "study": ("scipy",),
+    "report": ("plotly", "jinja2"),
     "integrations": ("lightning", "transformers", "accelerate", "deepspeed"),
 }
 """By extra, the packages that hdet can use. The last are the user's own."""
+
+NEEDS = {
+    "cli": "every command but this one needs them",
+    "study": "hdet ablate needs it",
+    "report": "hdet report, and hdet watch --serve, need them",
+}
 
 OF_RANKS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
 VARIABLES = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", *OF_RANKS)
@@ -50,11 +57,10 @@ def facts() -> Iterator[str]:
 
 def problems() -> Iterator[str]:
     """What commonly goes wrong, a line each."""
-    missing = [name for name in PACKAGES["cli"] if _version(name) is None]
-    if missing:
-        yield f"{', '.join(missing)} missing: hdet run and hdet report need them; pip install 'hdet[cli]'"
-    if _version("scipy") is None:
-        yield "scipy is missing: hdet ablate needs it; pip install 'hdet[study]'"
+    for extra, needs in NEEDS.items():
+        missing = [name for name in PACKAGES[extra] if _version(name) is None]
+        if missing:
+            yield f"{', '.join(missing)} missing: {needs}; pip install 'hdet[{extra}]'"
     cores = os.cpu_count() or 1
     if torch.get_num_threads() > 1 and "WORLD_SIZE" in os.environ and "OMP_NUM_THREADS" not in os.environ:
         yield f"several ranks with {torch.get_num_threads()} threads each on {cores} cores: set OMP_NUM_THREADS"

@@ -20,6 +20,7 @@ from rich.console import Console
 from small_run import DIGITS, call
 
 import hdet
+import hdet.app.doctor as doctor
 from hdet.app.report import reported_run
 from hdet.app.run import Run, RunConfig, Watcher
 from hdet.app.run.folder import RunFolder
@@ -388,5 +389,9 @@ def test_the_doctor_names_versions_devices_and_what_is_odd(
         assert word in said
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setattr(doctor, "_version", lambda package: None if package == "jinja2" else "1")
     assert call("doctor") == 0
-    assert "RANK is set and MASTER_ADDR is not" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "RANK is set and MASTER_ADDR is not" in said
+    assert "jinja2 missing: hdet report, and hdet watch --serve, need them; pip install 'hdet[report]'" in said
+    assert "plotly missing" not in said
