@@ -155,26 +155,20 @@ class Search(TrainerCallback):
         """Have each micro-batch's loss said to the search.
 
         What `training_step` returns is divided such that it adds up to the step's loss over the micro-batches, by
-        tokens or by their number, whoever computed it; the search takes means over them. A loss that is not divided
-        where the Trainer thinks so is the mean over a micro-batch already.
+        tokens or by their number, whoever computed it; the search takes means over them.
         """
         inner: Any = trainer.training_step
-        found: list[bool] = []
 
-        def training_step(model: nn.Module, inputs: Any, *more: Any, **keywords: Any) -> Tensor:
+        def training_step(*arguments: Any, **keywords: Any) -> Tensor:
             self._training = True
-            micro_batches = trainer.current_gradient_accumulation_steps
             try:
-                if micro_batches > 1 and not found:
-                    items = more[0] if more else keywords.get("num_items_in_batch")
-                    found.append(_undivided(trainer, search.engine.hosts[0][0], inputs, items))
-                loss: Tensor = inner(model, inputs, *more, **keywords)
+                loss: Tensor = inner(*arguments, **keywords)
             except BaseException:  # an interrupt, too: the Trainer tells callbacks nothing of it
                 self._end()
                 raise
             finally:
                 self._training = False
-            search.loss(loss if found and found[0] else loss * micro_batches)
+            search.loss(loss * trainer.current_gradient_accumulation_steps)
             return loss
 
         self._undo.append(put_in(trainer, training_step=training_step))
@@ -296,39 +290,18 @@ def _judged(
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         inputs = trainer._prepare_inputs(batch)
-        with _by_itself(trainer):
+        # A subclass may gather metrics there, as TRL's do.
+        with (
+            values_kept(trainer, private=True),
+            _by_itself(trainer),
+            standing_in(trainer, log=lambda *_, **__: None),  # what a loss logs is of training
+            trainer.compute_loss_context_manager(),
+        ):
             items = trainer._get_num_items_in_batch([inputs], trainer.args.device) if _divides(trainer) else None
-            return _computed(trainer, model, inputs, items)
+            found = trainer.compute_loss(model, inputs, num_items_in_batch=items)
+        return found[0] if isinstance(found, tuple) else found
 
     return sample, loss
-
-
-def _computed(trainer: Trainer, model: nn.Module, inputs: Any, items: Any) -> Tensor:
-    """The Trainer's loss, which leaves nothing behind on the Trainer."""
-    # A subclass may gather metrics there, as TRL's do.
-    with (
-        values_kept(trainer, private=True),
-        standing_in(trainer, log=lambda *_, **__: None),  # what a loss logs is of training
-        trainer.compute_loss_context_manager(),
-    ):
-        found = trainer.compute_loss(model, inputs, num_items_in_batch=items)
-    return found[0] if isinstance(found, tuple) else found
-
-
-def _undivided(trainer: Trainer, model: nn.Module, inputs: Any, items: Any) -> bool:
-    """Whether the Trainer takes a loss for divided by the items of all micro-batches, and it does not depend on them.
-
-    Many models take `num_items_in_batch` among their `**kwargs` and do not read it (T5, BERT's classifiers), as does
-    many a subclass's own loss.
-    """
-    if items is None or getattr(trainer, "loss_is_scaled_for_ga", None) is not None:
-        return False
-
-    def loss(model: nn.Module, items: Any) -> Tensor:
-        return _computed(trainer, model, trainer._prepare_inputs(inputs), items)
-
-    one, of_twice = Probe(loss, [items, 2 * items]).measure(model, 0).tolist()
-    return abs(one - of_twice) < abs(one / 2 - of_twice)
 
 
 @contextmanager

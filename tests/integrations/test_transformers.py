@@ -486,36 +486,6 @@ def test_a_loss_that_divides_by_the_items_of_a_batch_is_judged_by_theirs(
         assert made.args.average_tokens_across_devices is averaged
 
 
-class Averaging(Trainer):  # type: ignore[misc]
-    """Takes the number of items and does not read it, as T5 and BERT's classifiers do."""
-
-    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
-        outputs = model(**inputs)
-        return (outputs.loss, outputs) if return_outputs else outputs.loss
-
-
-@pytest.mark.parametrize("own_probe", [False, True])
-def test_a_loss_that_ignores_the_items_of_a_batch_is_told_as_it_is(
-    own_probe: bool, tmp_path: Path, assert_same: Any
-) -> None:
-    """The Trainer trains on and logs its sum over micro-batches."""
-    options: dict[str, Any] = {"kind": Averaging, "gradient_accumulation_steps": 4, "logging_steps": 1}
-    plain = trainer(gpt2(), tmp_path, **options)
-    plain.train()
-    made = trainer(gpt2(), tmp_path, **options)
-    batches = [{"input_ids": tokens, "labels": tokens} for tokens in Text("test", 32).tokens.split(8)]
-    probe = hdet.Probe(lambda model, batch: model(**batch).loss, batches) if own_probe else made.eval_dataset
-    callback = hdet.transformers.Search(probe=probe, knobs=HELD, tail=None, window=5)
-    made.add_callback(callback)
-    made.train()
-    assert_same(states(made), states(plain))
-    assert own_logs(made) == own_logs(plain)
-    assert callback.search is not None
-    logged = [entry["loss"] / 4 for entry in made.state.log_history if "loss" in entry]
-    told = [record.loss for record in callback.search.history]
-    assert told == pytest.approx([sum(logged[5 * number : 5 * number + 5]) / 5 for number in range(4)], abs=1e-5)
-
-
 def test_an_optimizer_of_transformers_own_that_hdet_does_not_know_trains(tmp_path: Path) -> None:
     made = trainer(gpt2(), tmp_path, optim="adafactor", max_steps=80)
     callback = search(made)
