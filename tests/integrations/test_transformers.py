@@ -486,6 +486,38 @@ def test_a_loss_that_divides_by_the_items_of_a_batch_is_judged_by_theirs(
         assert made.args.average_tokens_across_devices is averaged
 
 
+class Averaging(Trainer):  # type: ignore[misc]
+    """Does not read the number of items, cannot be judged outside of training, and counts its calls."""
+
+    calls = 0
+
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        self.calls += 1
+        embedded = model.get_input_embeddings()(inputs["input_ids"]).detach().requires_grad_()
+        loss = model(inputs_embeds=embedded, labels=inputs["labels"]).loss
+        (gradient,) = torch.autograd.grad(loss, embedded, create_graph=True)
+        return loss + 1e-3 * gradient.square().sum()
+
+
+@pytest.mark.parametrize(("accepts", "times"), [(True, 4), (False, 1)])
+def test_a_loss_that_ignores_the_items_of_a_batch_is_told_too_large_until_the_trainer_knows(
+    accepts: bool, times: int, tmp_path: Path
+) -> None:
+    """And it is called for training alone, once a micro-batch, where the probe does not use it."""
+    made = trainer(gpt2(), tmp_path, kind=Averaging, gradient_accumulation_steps=4, max_steps=10, learning_rate=1e-9)
+    assert made.model_accepts_loss_kwargs
+    made.model_accepts_loss_kwargs = accepts
+    batches = [{"input_ids": tokens, "labels": tokens} for tokens in Text("test", 32).tokens.split(8)]
+    probe = hdet.Probe(lambda model, batch: model(**batch).loss, batches)
+    callback = hdet.transformers.Search(probe=probe, knobs=HELD, tail=None, window=5)
+    made.add_callback(callback)
+    made.train()
+    assert made.calls == 4 * 10
+    assert callback.search is not None
+    told = [record.loss for record in callback.search.history]
+    assert told == pytest.approx([times * math.log(256)] * 2, rel=0.05)  # of a model that knows nothing
+
+
 def test_an_optimizer_of_transformers_own_that_hdet_does_not_know_trains(tmp_path: Path) -> None:
     made = trainer(gpt2(), tmp_path, optim="adafactor", max_steps=80)
     callback = search(made)
