@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 from typer.core import TyperGroup
 
 import hdet
@@ -15,7 +19,6 @@ from hdet.app.ending import ended_early, terminable
 from hdet.app.export import export
 from hdet.app.find import find
 from hdet.app.knobs import knobs
-from hdet.app.output import Screen, heard
 from hdet.app.planning.command import plan
 from hdet.app.report import report
 from hdet.app.run.config import RunConfig
@@ -25,6 +28,7 @@ from hdet.app.run.launching import GOES_ON, launch, leads, led, ranks, restarted
 from hdet.app.run.runner import Run
 from hdet.app.study.command import ablate
 from hdet.app.watch import watch
+from hdet.errors import HdetError
 from hdet.recipes.recommended import describe
 
 WIDE = 110
@@ -32,14 +36,31 @@ COMPARES_ANEW = "; the run is over, and --resume --compare begins the one withou
 
 
 class Commands(TyperGroup):
-    """Tells of Ctrl-C, SIGTERM and a closed output where a command did not: typer passes over them in silence."""
+    """Tells of Ctrl-C, SIGTERM and broken pipes where a command did not: typer passes over them in silence."""
+
+    def make_context(self, *given: Any, **named: Any) -> Any:
+        with _told():
+            return super().make_context(*given, **named)
 
     def invoke(self, ctx: Any) -> Any:
-        try:
-            with terminable(), heard():
-                return super().invoke(ctx)
-        except KeyboardInterrupt as error:
-            raise typer.Exit(ended_early(error)) from None
+        with _told():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    try:
+        with terminable():
+            yield
+    except KeyboardInterrupt as error:
+        raise typer.Exit(ended_early(error)) from None
+    except OSError as error:
+        if error.errno != errno.EPIPE:
+            raise
+        raise HdetError(
+            f"what the command was connected to, such as a server of data, has closed the connection ({error}); "
+            f"--debug shows where"
+        ) from error
 
 
 application = typer.Typer(
@@ -111,7 +132,7 @@ def _run(declared: RunConfig, folder: Path, *, compare: bool, force: bool, resum
     if not leads():
         prepared(compare=compare)
         return
-    console = Screen(highlight=False, width=None if sys.stdout.isatty() else WIDE)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
     for split, fact in prepared.workload.facts.items():
         console.print(f"{split}: {fact}", markup=False, soft_wrap=True)
     if declared.knobs is None:

@@ -11,6 +11,7 @@ from io import TextIOWrapper
 from typing import Any
 
 from hdet.app.ending import FAILED, INTERRUPTED, REFUSED, ended_early
+from hdet.app.output import heard
 from hdet.app.text import one_line
 from hdet.errors import ConfigError, HdetError, MissingExtraError
 
@@ -21,8 +22,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; `python -m hdet` and the script `hdet` both come here.
 
     Exits with 0 when all went well, 2 when something given cannot be (nothing was written then), 1 when a
-    run failed, 130 when it was interrupted, 143 when it was terminated (SIGTERM). `--debug`, anywhere on the
-    line, shows an error's traceback and the place of a warning.
+    run failed, 130 when it was interrupted, 143 when it was terminated (SIGTERM), 141 where nobody reads
+    its output. `--debug`, anywhere on the line, shows an error's traceback and the place of a warning.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     rest = [argument for argument in given if argument != DEBUG]
@@ -34,13 +35,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with warnings.catch_warnings():
             if rest == given:
                 warnings.showwarning = _told(warnings.showwarning)
-            code = _run(rest)
+            with heard():
+                code = _run(rest)
     except HdetError as error:
         if rest != given:
             traceback.print_exc()
         print(f"error: {one_line(str(error))}", file=sys.stderr)
         code = REFUSED if isinstance(error, (ConfigError, MissingExtraError)) else FAILED
-    except KeyboardInterrupt as error:  # while the commands are imported
+    except KeyboardInterrupt as error:  # outside the commands: as they are imported, or as the last is printed
         code = ended_early(error)
     if code:
         sys.exit(code)

@@ -1,40 +1,58 @@
-"""What a command writes to where it was told to, and the screen."""
+"""What a command prints, and writes to where it was told to."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
-from typing import NoReturn
-
-from rich.console import Console
+from typing import Any, TextIO, cast
 
 from hdet.app.ending import OutputClosed
 from hdet.errors import ConfigError
 
 
-class Screen(Console):
-    """rich's console, whose output may lose its reader."""
+class _Output:
+    """An output whose writes raise `OutputClosed` where nobody reads them. In all else it is the given one."""
 
-    def on_broken_pipe(self) -> NoReturn:
-        raise _closed()
+    def __init__(self, given: TextIO) -> None:
+        self._given = given
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._given, name)
+
+    def write(self, text: str) -> int:
+        with self._read():
+            return self._given.write(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        with self._read():
+            self._given.writelines(lines)
+
+    def flush(self) -> None:
+        with self._read():
+            self._given.flush()
+
+    @contextmanager
+    def _read(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            if self._given is sys.__stdout__:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._given.fileno())  # for what Python writes as it ends
+            raise OutputClosed from None
 
 
 @contextmanager
 def heard() -> Iterator[None]:
-    """Raises `OutputClosed` where nobody reads what the block prints."""
-    try:
+    """What the block prints raises `OutputClosed` where nobody reads it; it is dropped where there is no output."""
+    with ExitStack() as stack:
+        given = sys.stdout if sys.stdout is not None else stack.enter_context(open(os.devnull, "w"))
+        output = _Output(given)
+        stack.enter_context(redirect_stdout(cast(TextIO, output)))
         yield
-        sys.stdout.flush()
-    except BrokenPipeError:
-        raise _closed() from None
-
-
-def _closed() -> OutputClosed:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes as it ends
-    return OutputClosed()
+        output.flush()
 
 
 @contextmanager

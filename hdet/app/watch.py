@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Group
+from rich.console import Console, Group
 from rich.live import Live
 from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from hdet.app.output import Screen, reading
+from hdet.app.output import reading
 from hdet.app.report import reported_run
 from hdet.app.run.folder import RunFolder
 from hdet.app.serving import PageServer
@@ -62,7 +62,7 @@ def watch(
         return
     if host is not None or port is not None:
         raise ConfigError("--host and --port say where --serve is heard; say --serve too, or leave them out")
-    console = Screen(highlight=False)
+    console = Console(highlight=False)
     seen = _look(run)
     if once or not console.is_terminal:
         console.print(shown(seen))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import os
@@ -216,14 +217,41 @@ def test_ctrl_c_leaves_a_view_and_sigterm_is_told(
     assert capsys.readouterr().err.strip() == ("terminated" if code else "")
 
 
-@pytest.mark.parametrize("command", ["knobs", "doctor", "export"])
-def test_a_command_whose_output_nobody_reads_ends_with_141(command: str, over: Path) -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("command", ["knobs", "export", "--version", "run --help"])
+def test_a_command_whose_output_nobody_reads_ends_with_141(command: str, unbuffered: str, over: Path) -> None:
     heard, printed = os.pipe()
     os.close(heard)
-    arguments = [sys.executable, "-m", "hdet", command, *([str(over)] if command == "export" else [])]
+    arguments = [sys.executable, "-m", "hdet", *command.split(), *([str(over)] if command == "export" else [])]
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     with os.fdopen(printed, "wb") as output:
-        done = subprocess.run(arguments, stdout=output, stderr=subprocess.PIPE, check=False, timeout=120)
+        done = subprocess.run(
+            arguments, stdout=output, stderr=subprocess.PIPE, check=False, timeout=120, env=environment
+        )
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize("command", [["knobs"], ["watch", "--once"], ["report"]])
+def test_a_command_without_an_output_ends_well(
+    command: list[str], over: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdout", None)  # as after >&-
+    shutil.copytree(over, tmp_path / "run")
+    assert call(*command, *([] if command == ["knobs"] else [tmp_path / "run"])) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_pipe_that_breaks_elsewhere_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def gone(*given: object) -> None:
+        raise BrokenPipeError(32, "the data server has died")
+
+    monkeypatch.setattr("hdet.app.knobs.listed", gone)
+    monkeypatch.setattr("sys.stdout", io.StringIO())
+    assert call("knobs") == 1
+    said = capsys.readouterr().err
+    assert "such as a server of data, has closed the connection ([Errno 32] the data server has died)" in said
 
 
 def test_a_terminal_obeys_no_name_of_a_history(over: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 from rich.text import Text
 
 from hdet.app.figure_file import require_figure
-from hdet.app.output import Screen, writing
+from hdet.app.output import writing
 from hdet.app.planning.identifiable import Need, by_noise, by_pilot
 from hdet.app.planning.picture import line, plan_figure, ruler
 from hdet.app.planning.pilot import Pilot, pilot
@@ -170,7 +171,7 @@ def _show_needs(needs: list[Need]) -> None:
     for need in needs:
         t = "-" if need.t != need.t else f"{need.t:.2g}"
         table.add_row(*(Text(cell) for cell in (one_line(need.knob), t, need.words)))
-    Screen(highlight=False, width=None if sys.stdout.isatty() else WIDE).print(table)
+    Console(highlight=False, width=None if sys.stdout.isatty() else WIDE).print(table)
     print("Windows on one fixed probe err alike, so these numbers are the least that is needed.")
 
 

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from hdet import __version__
 from hdet.app.ending import ended_early
-from hdet.app.output import Screen, reading
+from hdet.app.output import reading
 from hdet.app.study import pictures, pool, runner, starts, statistics, tables
 from hdet.app.study.cells import Cell, Timer, cells, shard
 from hdet.app.study.declaration import Study, file_name, label
@@ -49,7 +49,7 @@ def ablate(
         (folder.path / "cells").exists()  # it tells of a folder that this user may not enter
     everything, timings = _planned(declared, folder, quick=quick, jobs=jobs, dry_run=dry_run, part=part)
     mine = everything if part is None else shard(everything, part)
-    console = Screen(highlight=False)
+    console = Console(highlight=False)
     if dry_run:
         _show_cost(console, folder, mine, jobs, timings)
         _print(console, *_spent(shown, everything))
