@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import itertools
 import json
@@ -12,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -152,6 +154,17 @@ def test_a_folder_is_held_by_the_locks_of_filelock_3_12(tmp_path: Path, monkeypa
         RunFolder(tmp_path).held(),
     ):
         pass
+
+
+def test_a_run_begins_while_its_folder_is_looked_at(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    with folder.held():
+        pass
+    with (tmp_path / ".run.lock").open("rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)  # as `taken` has it
+        threading.Timer(0.05, fcntl.flock, (lock, fcntl.LOCK_UN)).start()
+        with folder.held():
+            assert folder.taken()
 
 
 def test_before_the_first_window_and_where_there_is_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,8 @@ from hdet.files import damaged_part, parts_of, replace, replaced
 LOCK = ".run.lock"
 STUDY_LOCK = ".lock"
 """A study's, whose cell the folder may be."""
+PATIENCE = 0.2
+"""Seconds: who looks whether a run has the folder (`taken`) has its lock for a moment."""
 
 
 class RunFolder:
@@ -82,7 +84,7 @@ class RunFolder:
         with ExitStack() as stack:
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(FileLock(self._lock).acquire(blocking=False))
+                stack.enter_context(FileLock(self._lock).acquire(timeout=PATIENCE, poll_interval=PATIENCE / 10))
             except Timeout:
                 raise ConfigError(
                     f"another process is at the run in {self.path}; wait until it has ended, or choose another --out"
