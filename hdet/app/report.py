@@ -76,6 +76,6 @@ def _reported_run(path: Path) -> ReportedRun:
     declared = read(folder.config) if there else {}  # first: it tells of a text that cannot be read
     configuration = folder.config.read_text(encoding="utf-8") if there else ""
     result = folder.load_result() or {}
-    if result.get("comparing") is True and not folder.taken():  # killed outright, unless it has ended since
+    if folder.abandoned(result):  # unless it has ended since
         result = {**(folder.load_result() or {}), "comparing": False}
     return ReportedRun(path.resolve().name, windows, configuration, declared, result)

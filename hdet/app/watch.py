@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console, Group
@@ -97,19 +97,18 @@ class _Drawn:
         self.run = run
         self._of: tuple[int, ...] = ()
         self._page = ("", True)
-        self._comparing = False
+        self._result: dict[str, Any] = {}
 
     def __call__(self) -> tuple[str, bool]:
         """The page, and whether it may still change."""
         files = (self.run / "history.jsonl", self.run / "result.json") if self.run.is_dir() else (self.run,)
         state = tuple(file.stat().st_mtime_ns if file.is_file() else 0 for file in files)
-        killed = self._comparing and not RunFolder(self.run).taken()
-        if state != self._of or killed or not self._page[0]:
+        if state != self._of or RunFolder(self.run).abandoned(self._result) or not self._page[0]:
             seen = _look(self.run)
             if not seen.windows:
                 name = html.escape(one_line(seen.name))
                 return f"<!DOCTYPE html><title>{name}</title><p>{name}: no window has closed yet", True
-            self._page, self._comparing = (page(seen), not seen.over), seen.comparing
+            self._page, self._result = (page(seen), not seen.over), seen.result
             self._of = state
         return self._page
 

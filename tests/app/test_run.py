@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import platform
 import re
 import resource
 import shutil
@@ -503,7 +504,9 @@ def test_compare_trains_again_without_hdet_now_or_later(finished: Path, tmp_path
         def begin(self, phase: str, first: int, steps: int) -> None:
             phases.append(phase)
             if phase == "plain":
-                assert json.loads((folder / "result.json").read_text())["comparing"], "it is watched until that ends"
+                kept = json.loads((folder / "result.json").read_text())
+                assert kept["comparing"], "it is watched until that ends"
+                assert kept["host"] == platform.node()
 
     result = Run(CONFIG, folder)(compare=True, watcher=Phases())
     assert phases == ["hdet", "plain"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -107,6 +108,14 @@ class RunFolder:
         except (ModuleNotFoundError, OSError):  # held, or this system cannot tell
             return True
         return False
+
+    def abandoned(self, result: dict[str, Any]) -> bool:
+        """Whether the comparison that a result tells of was killed outright.
+
+        It is told on the machine that began it alone: another one need not see its lock.
+        """
+        began_on = result.get("comparing") is True and result.get("host")
+        return bool(began_on) and began_on == platform.node() and not self.taken()
 
     def begin(self, config: RunConfig) -> None:
         """Make the folder, remove an earlier run's files (those only) and write the configuration."""

@@ -42,6 +42,7 @@ class Result:
         facts: what data the task loaded.
         plain: the same run without hdet, `test_loss` and `seconds`, where it was asked for.
         comparing: whether that run is under way, or about to be.
+        host: the machine that began it.
         faults: how many faults the history holds.
         ended: which weights it ended with, in words; nothing for the last ones.
         versions: of Python and of the packages the numbers depend on.
@@ -55,6 +56,7 @@ class Result:
     facts: dict[str, str]
     plain: dict[str, float | None] | None = None
     comparing: bool = False
+    host: str = ""
     faults: int = 0
     ended: str = ""
     versions: dict[str, str] = field(default_factory=dict)
@@ -128,7 +130,7 @@ class Run:
                 led(lambda: self.folder.begin(self.config))
             result = self._train(watcher, compare=compare)
         elif compare:
-            marked = replace(result, comparing=True)
+            marked = replace(result, comparing=True, host=platform.node())
             led(lambda: self.folder.save_result(marked.to_dict()))
         if compare and leads():
             began = time.perf_counter()
@@ -163,6 +165,7 @@ class Run:
             facts=dict(self.workload.facts),
             faults=sum(len(record.faults) for record in history),
             comparing=compare,
+            host=platform.node() if compare else "",
             ended=history[-1].ending,
             versions={"python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__},
         )
