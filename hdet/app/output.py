@@ -68,6 +68,17 @@ def writing(path: Path, option: str) -> Iterator[None]:
 def reading(path: Path) -> Iterator[None]:
     """A file or folder that this user may not look into is a ConfigError in the block."""
     try:
+        _look_into(path)
         yield
     except PermissionError as error:
         raise ConfigError(f"{path} may not be read: {error}; have its owner allow it, or give another path") from None
+
+
+def _look_into(path: Path) -> None:
+    """Raises PermissionError where this user may not, of which `Path.exists` says False from Python 3.14 on."""
+    try:
+        os.stat(os.path.join(path, "."))
+    except PermissionError:
+        raise
+    except OSError:
+        return  # a file, or nothing, of which the caller tells

@@ -201,6 +201,21 @@ def test_a_folder_that_may_not_be_entered_is_one_line(
     assert f"{shut} may not be read: [Errno 13]" in capsys.readouterr().err
 
 
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may enter every folder")
+@pytest.mark.parametrize("command", [["report"], ["watch"], ["export"], ["ablate", "study.yaml", "--out"]])
+def test_a_folder_without_permissions_is_one_line_on_every_python(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shut = tmp_path / "shut"
+    shut.mkdir(mode=0)
+    (tmp_path / "study.yaml").write_text(json.dumps({"base": DIGITS}))
+    monkeypatch.chdir(tmp_path)
+    for name, method in {"exists": os.path.exists, "is_file": os.path.isfile, "is_dir": os.path.isdir}.items():
+        monkeypatch.setattr(Path, name, lambda path, method=method, **more: method(path))  # as of Python 3.14
+    assert call(*command, shut) == 2
+    assert f"{shut} may not be read: [Errno 13]" in capsys.readouterr().err
+
+
 def test_in_a_terminal_the_view_ends_with_the_run(over: Path) -> None:
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "PYTHONPATH": str(Path(hdet.__file__).parents[1])}
