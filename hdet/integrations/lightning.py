@@ -30,8 +30,6 @@ try:
         GradientAccumulationScheduler,
         StochasticWeightAveraging,
     )
-    from lightning.pytorch.core.optimizer import _MockOptimizer
-    from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
     from lightning.pytorch.utilities.types import LRSchedulerConfig
 except ImportError:
     raise MissingExtraError("lightning", "lightning") from None
@@ -125,7 +123,7 @@ class Search(Callback):
         if stage != "fit":
             return
         self.search = None
-        apart = isinstance(trainer.strategy.launcher, _MultiProcessingLauncher)
+        apart = "_MultiProcessingLauncher" in [kind.__name__ for kind in type(trainer.strategy.launcher).__mro__]
         if apart and trainer.is_global_zero and self._options.get("history") is None:
             warn(
                 "this strategy trains in processes of its own, as it does in a notebook, and the search stays there: "
@@ -242,7 +240,7 @@ class Search(Callback):
 
     def _index(self, trainer: Trainer) -> int:
         count = len(trainer.optimizers)
-        if count == 0 or isinstance(trainer.optimizers[0], _MockOptimizer):
+        if count == 0 or type(trainer.optimizers[0]).__name__ == "_MockOptimizer":
             raise ConfigError("configure_optimizers returns no optimizer, and hdet searches one's hyperparameters")
         if self._optimizer is None and count == 1:
             return 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import runpy
 import warnings
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -222,6 +224,12 @@ def test_a_module_whose_own_step_leaves_batches_out_is_to_say_its_steps(
     assert len(counted) == (not told)
     assert explored.search.engine.step_count == PER_EPOCH
     assert explored.search.finished == told
+
+
+def test_names_that_lightning_may_change_are_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("lightning.pytorch.core.optimizer._MockOptimizer")
+    monkeypatch.delattr("lightning.pytorch.strategies.launchers._MultiProcessingLauncher")
+    assert runpy.run_path(inspect.getfile(hdet.lightning.Search))["Search"]
 
 
 def test_where_other_processes_train_it_is_told_where_the_outcome_will_be(tmp_path: Path) -> None:
