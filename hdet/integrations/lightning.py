@@ -114,7 +114,8 @@ class Search(Callback):
         self._restored: dict[str, Any] | None = None
         self._closed: list[WindowRecord] = []
         self._stepped = False
-        self._batches = self._steps = 0  # since training started
+        self._steps = 0  # since training started
+        self._batches = 0  # since the first of them
         self._of_epoch = math.inf  # steps that the length was worked out from
         self._epoch_began_at: int | None = None  # unknown of one that a resume goes on with
 
@@ -194,7 +195,7 @@ class Search(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log what has closed."""
-        self._batches += 1
+        self._batches += self._steps > 0
         if self._stepped and self.search is not None:
             self.search.drop_passes()
             self._steps += 1
@@ -292,9 +293,10 @@ class Search(Callback):
         """Say it, after the first steps, where they are fewer than the run's length was worked out from."""
         counted = self._by_epochs(trainer) or (module.automatic_optimization and self._total_steps is None)
         each = trainer.accumulate_grad_batches if module.automatic_optimization else 1
-        if counted and self._steps == FIRST and self._batches >= 2 * FIRST * each:
+        made = self._steps - 1  # since the first, before which a module may wait
+        if counted and self._steps == FIRST and self._batches >= 2 * made * each:
             warn(
-                f"{FIRST} optimizer steps were made in {self._batches} batches, and the Trainer counts its steps as if "
+                f"{made} optimizer steps were made in {self._batches} batches, and the Trainer counts its steps as if "
                 f"each {'batch' if each == 1 else f'{each} batches'} had one, so the search takes the run for longer "
                 f"than it is; give hdet.lightning.Search(total_steps=...), in optimizer steps"
             )

@@ -226,6 +226,22 @@ def test_a_module_whose_own_step_leaves_batches_out_is_to_say_its_steps(
     assert explored.search.finished == told
 
 
+def test_a_module_that_leaves_out_the_first_batches_alone_is_told_nothing(tmp_path: Path) -> None:
+    class Late(Classifier):
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+            if epoch == 0 and batch_idx < 6:
+                optimizer_closure()
+            else:
+                optimizer.step(closure=optimizer_closure)
+
+    explored = search()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        fit(tmp_path, Late("none"), explored, epochs=2)
+    assert explored.search.engine.step_count == 2 * PER_EPOCH - 6
+    assert not [one for one in said if "and the Trainer counts its steps as if each" in str(one.message)]
+
+
 def test_names_that_lightning_may_change_are_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("lightning.pytorch.core.optimizer._MockOptimizer")
     monkeypatch.delattr("lightning.pytorch.strategies.launchers._MultiProcessingLauncher")
