@@ -97,8 +97,8 @@ def _require_few_windows(windows: Windows, total: int) -> None:
         if step >= total:
             return
     raise ConfigError(
-        f"a preview opens every window, and {total} steps have more than {MOST_WINDOWS}; make windows longer (window), "
-        f"or steps fewer"
+        f"{total} steps have more than {MOST_WINDOWS} windows, too many to be shown; hdet run takes them, and to see "
+        f"them planned give longer windows (window) or fewer steps"
     )
 
 

@@ -128,8 +128,8 @@ class Search(Callback):
         if apart and trainer.is_global_zero and self._options.get("history") is None:
             warn(
                 "this strategy trains in processes of its own, as it does in a notebook, and the search stays there: "
-                "in yours hdet.lightning.Search.search is None after fit; give hdet.lightning.Search(history=path), "
-                "and read hdet.History(path)"
+                "in the process that called fit, search of the callback hdet.lightning.Search is None afterwards; give "
+                "hdet.lightning.Search(history=path), and read hdet.History(path)"
             )
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -178,7 +178,7 @@ def blank_figure(width: float, height: float) -> Figure:
         from matplotlib.figure import Figure as Drawn
     except ModuleNotFoundError as error:
         raise MissingExtraError(str(error.name).partition(".")[0], "report") from None
-    except ImportError as error:
+    except (ImportError, AttributeError, ValueError) as error:  # the last two of a NumPy that it does not fit
         raise ConfigError(f"matplotlib is installed and cannot be imported: {error}; install it anew") from None
 
     class Shown(Drawn):

@@ -171,7 +171,7 @@ def test_given_noise_tells_how_many_windows_a_knob_needs(declared: Path, capsys:
         (["--noise", "dropout=-1"], "such as dropout=0.02"),
         (["--noise", "dropout=1e180"], "up to 1e+09"),
         (["--noise", "dropout=1", "--effect", "inf"], "Invalid value for '--effect'"),
-        (["--set", "steps=1000000000000", "--set", "schedule=null"], "have more than 100000; make windows longer"),
+        (["--set", "steps=1000000000000", "--set", "schedule=null"], "more than 100000 windows, too many to be"),
         (["--pilot", 9], "the run has 4 windows"),
         (["--pilot", 2, "--noise", "dropout=0.1"], "say one of them"),
         (["--figure", "plan.gif"], ".pdf, .svg or .png"),

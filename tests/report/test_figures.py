@@ -219,11 +219,13 @@ def test_a_history_plots_itself_and_a_notebook_shows_it() -> None:
     ("raised", "kind", "said"),
     [
         (ImportError("numpy failed to import"), ConfigError, "cannot be imported: numpy failed to import; install it"),
+        (ValueError("numpy.dtype size changed"), ConfigError, r"imported: numpy.dtype size changed; install it anew"),
+        (AttributeError("_ARRAY_API not found"), ConfigError, r"imported: _ARRAY_API not found; install it anew"),
         (ModuleNotFoundError("none", name="PIL.Image"), MissingExtraError, r"^PIL is not installed"),
     ],
 )
 def test_a_matplotlib_that_cannot_be_imported_says_why(
-    raised: ImportError, kind: type[Exception], said: str, monkeypatch: pytest.MonkeyPatch
+    raised: Exception, kind: type[Exception], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Finder:
         def find_spec(self, name: str, *more: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import time
 from collections.abc import Sequence
@@ -24,6 +25,9 @@ from hdet.app.study.folder import StudyFolder, tolerated
 from hdet.app.study.statistics import Levels
 from hdet.app.study.timing import Timings, seconds_per_step
 from hdet.errors import ConfigError, HdetError
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""A disk, a quota, and a limit on a file's size."""
 
 
 def ablate(
@@ -66,8 +70,9 @@ def ablate(
     try:
         problems = summarise(folder, shown, everything)
     except OSError as error:
+        way_out = "make room" if error.errno in FULL else "mend that"
         raise HdetError(
-            f"the tables in {folder.path} could not be written ({error}); make room, and the same command writes them"
+            f"the tables in {folder.path} could not be written ({error}); {way_out}, and the same command writes them"
         ) from None
     for metric in shown.metrics:
         text = folder.path / f"table_{file_name(metric)}.txt"

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -622,6 +623,11 @@ def test_a_full_disk_is_told_in_lines_and_ends_no_other_cell(
     assert "make room, and the same command writes them" in full()
     ablate("--out", str(tmp_path / "full"))
     assert (tmp_path / "full" / "curves.png").exists()
+    (tmp_path / "full" / "cells.csv").unlink()
+    (tmp_path / "full" / "cells.csv").mkdir()
+    with pytest.raises(SystemExit):
+        ablate("--out", str(tmp_path / "full"))
+    assert re.search(r"the tables in .* could not be written .*; mend that", capsys.readouterr().err)
 
 
 def test_without_posix_locks_a_study_is_planned_and_not_run(
