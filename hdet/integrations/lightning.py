@@ -222,6 +222,8 @@ class Search(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """The same, where training ended early."""
+        if self.search is not None:
+            self.search.let_go()
         self._leave(trainer)
 
     @property

@@ -143,7 +143,7 @@ class Search(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Leave the Trainer's model, which may be its best one by now, and its optimizer alone."""
-        self._end()
+        self._end(raised=False)
 
     def _objective(self, trainer: Trainer) -> dict[str, Any]:
         given = self._options.get("objective")
@@ -179,11 +179,13 @@ class Search(TrainerCallback):
         if trains and _of_stack()[0] is not self._trainer:
             self._end()
 
-    def _end(self) -> None:
+    def _end(self, *, raised: bool = True) -> None:
         for undo in self._undo:
             undo()
         self._undo.clear()
-        if self.search is not None:
+        if self.search is not None and raised:
+            self.search.let_go()
+        elif self.search is not None:
             self.search.detach()
         self._unlogged.clear()
 

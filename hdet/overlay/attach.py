@@ -49,6 +49,8 @@ from hdet.signals import Objective, Probe
 from hdet.windows import GrowingWindow, Windows
 
 OWN: Literal["own"] = "own"
+FAR_ABOVE = 2.0
+"""So many times the rate of its last step is that of a schedule which is left before its rate comes down."""
 _searches: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Search]] = weakref.WeakKeyDictionary()
 
 
@@ -263,7 +265,7 @@ def attach(
         search.undo_when_detached(undo.pop_all().close)
     if not quiet and search.engine.home.is_leader:
         search.on_window(_say_ending)
-        search.undo_when_detached(partial(_say_left_off, search))
+        search.say_left = _say_left_off
     _searches[optimizer] = weakref.ref(search)
     return search
 
@@ -276,7 +278,10 @@ def _say_ending(record: WindowRecord) -> None:
 def _say_left_off(search: Search) -> None:
     """A loop that ends long before its `total_steps` fails in nothing. One whose GradScaler skips is a little short."""
     made, total = search.engine.step_count, search.engine.total_steps
-    if total is not None and 0 < made < (1 - MOST_SKIPPED) * total:
+    if total is None or not 0 < made < (1 - MOST_SKIPPED) * total:
+        return
+    rates = [knob.schedule for knob in search.engine.knobs if isinstance(knob.spec, LearningRate)]
+    if any(rate(made) > FAR_ABOVE * rate(total - 1) for rate in rates):
         print(
             f"hdet left off at step {made} of {total}, in mid-schedule; if training ends here, as by early stopping, "
             f"make the next run one of about {made} steps, so that the rate comes down"
@@ -392,7 +397,7 @@ def _end_earlier(model: nn.Module, optimizer: Optimizer) -> None:
         if earlier is None or not earlier.attached:
             continue
         if held is optimizer or (earlier.model is model and earlier.finished):
-            earlier.detach()
+            earlier.let_go()
         elif earlier.model is model:
             raise ConfigError(
                 f"a search with another optimizer ({type(held).__name__}) is attached to this model, and each would "

@@ -46,6 +46,7 @@ class Search(AbstractContextManager["Search"]):
         self.model = riding.model
         self.optimizer = riding.optimizer
         self._undo: list[Callable[[], object]] = []
+        self.say_left: Callable[[Search], object] | None = None  # where a loop detaches it
         self._riding = riding
         self._riding.held_by = self
         self._hooks: Hooks | None = Hooks(riding, self.model, self.optimizer)
@@ -135,6 +136,13 @@ class Search(AbstractContextManager["Search"]):
 
     def detach(self) -> None:
         """Leave the model and the optimizer as if hdet had never been there; what was trained stays."""
+        attached = self.attached
+        self.let_go()
+        if attached and self.say_left is not None:
+            self.say_left(self)
+
+    def let_go(self) -> None:
+        """The same where it is no loop's end: another search takes its place, or something was raised."""
         if self._hooks is not None:
             self._hooks.remove()
             self._hooks = None
@@ -171,8 +179,10 @@ class Search(AbstractContextManager["Search"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
-            self.finish()
+        if kind is not None:
+            self.let_go()
+            return
+        self.finish()
         self.detach()
 
     # -- what is saved ----------------------------------------------------------------------------

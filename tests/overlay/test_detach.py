@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -113,6 +114,9 @@ def test_where_a_group_is_gone_in_mid_pass_the_search_leaves_the_model_all_the_s
     assert model[2].p == 0.2
 
 
+LEFT = "hdet left off at step 8 of 40, in mid-schedule; if training ends"
+
+
 @pytest.mark.parametrize(("made", "told"), [(0, False), (8, True), (37, False), (40, False)])
 def test_it_is_said_where_a_run_is_left_in_mid_schedule(
     made: int, told: bool, capsys: pytest.CaptureFixture[str]
@@ -122,4 +126,57 @@ def test_it_is_said_where_a_run_is_left_in_mid_schedule(
     with hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, window=5) as search:
         capsys.readouterr()
         loop(model, optimizer, search=search, stop=made)
-    assert ("hdet left off at step 8 of 40, in mid-schedule; if training ends" in capsys.readouterr().out) is told
+    assert (LEFT in capsys.readouterr().out) is told
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"schedule": None}, False),
+        ({"schedule": hdet.schedules.Constant(1e-3)}, False),
+        ({"schedule": hdet.schedules.Replay([1.9e-3] * 20 + [1e-3] * 20)}, False),
+        ({"schedule": hdet.schedules.Replay([2.1e-3] * 20 + [1e-3] * 20)}, True),
+        ({"exclude": ["learning_rate"]}, False),
+    ],
+)
+def test_it_is_said_where_the_rate_was_to_come_down(
+    options: dict[str, Any], told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = network()
+    optimizer = adamw(model)
+    search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, warmup_steps=0, **options)
+    loop(model, optimizer, search=search, stop=8)
+    search.detach()
+    search.detach()
+    assert capsys.readouterr().out.count(LEFT) == told
+
+
+@pytest.mark.parametrize("left", ["by an exception", "for a second search"])
+def test_where_no_loop_ends_it_is_not_said(left: str, capsys: pytest.CaptureFixture[str]) -> None:
+    model = network()
+    optimizer = adamw(model)
+    search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS)
+    loop(model, optimizer, search=search, stop=8)
+    if left == "by an exception":
+        with pytest.raises(KeyboardInterrupt), search:
+            raise KeyboardInterrupt
+    else:
+        hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS)
+    assert not search.attached
+    assert LEFT not in capsys.readouterr().out
+
+
+def test_a_search_whose_last_line_cannot_be_printed_is_detached(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*words: object) -> None:
+        raise BrokenPipeError
+
+    model = network()
+    optimizer = adamw(model)
+    undone: list[str] = []
+    search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS)
+    search.undo_when_detached(lambda: undone.append("all"))
+    loop(model, optimizer, search=search, stop=8)
+    monkeypatch.setattr("builtins.print", broken)
+    with pytest.raises(BrokenPipeError):
+        search.detach()
+    assert (search.attached, undone) == (False, ["all"])
