@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from torch import Tensor
 
@@ -17,10 +18,10 @@ def declaration(plan: Plan) -> dict[str, str]:
     """By name and as text, what every process of a run must declare alike, because each decides by itself."""
     signal = plan.signal
     return {
-        "knobs": _told([_in_full(knob.spec) for knob in plan.knobs]),
+        "knobs": _told(_rounded([_in_full(knob.spec) for knob in plan.knobs])),
         "bases": _told([knob.schedule(0) for knob in plan.knobs]),
         "schedules": _told([_course(knob.schedule) for knob in plan.knobs]),
-        "evidence": _told([_in_full(source) for source in plan.evidence]),
+        "evidence": _told(_rounded([_in_full(source) for source in plan.evidence])),
         "signal": f"probe at {signal.at}, stride {signal.stride}" if isinstance(signal, Probe) else "training loss",
         "merge": _told(plan.merge.to_dict()),
         "window": _told(plan.windows.to_dict()),
@@ -37,6 +38,15 @@ def declaration(plan: Plan) -> dict[str, str]:
 def _course(schedule: Schedule) -> list[str]:
     """Samples of a schedule, which may follow a scheduler that no declaration holds; processors round alike so far."""
     return [f"{value:.6g}" for value in sampled(schedule)]
+
+
+def _rounded(value: Any) -> Any:
+    """Plain data whose floats are text, of as many digits as those of a course."""
+    if isinstance(value, dict):
+        return {key: _rounded(held) for key, held in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_rounded(held) for held in value]
+    return f"{value:.6g}" if isinstance(value, float) else value
 
 
 def _settings(plan: Plan) -> list[dict[str, object]]:
@@ -70,7 +80,7 @@ def plain(spec: Spec | None) -> object:
 
 
 def _in_full(spec: Spec) -> object:
-    """A declaration as plain data; of a field that has no common text, as a course that is followed, its type."""
+    """A declaration as plain data; of a field that has no common text, as a function, that it is given."""
     try:
         return spec.to_dict()
     except ValueError:
@@ -84,7 +94,7 @@ def _field(spec: Spec, name: str) -> object:
     try:
         return spec.model_dump(mode="json", include={name})[name]
     except ValueError:
-        return type(value).__name__
+        return "given"
 
 
 def _told(value: object) -> str:
