@@ -46,6 +46,7 @@ class Rates:
         self._forecast = forecast
         self._first = self.read(RATE)
         self._was_fresh = not optimizer.state
+        self._made = 0  # steps of the scheduler by the time when it was to have made `UNMOVED`
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -184,10 +185,21 @@ class Rates:
         raise StepError(follower.complaint(step, held, course.foreseen(foreseen)))
 
     def _notice_standing(self, follower: Follower | Foretold, course: Course, step: int) -> None:
-        """Say it once where the scheduler has made no step, or three quarters of those it was to have made at most."""
-        due = step == UNMOVED * follower.steps_between and course.foreseen(0) != course.foreseen(UNMOVED)
-        foreseen = UNMOVED * follower.steps_each
-        if due and (made := follower.position_at(step)) <= 0.75 * foreseen:
+        """Say it once where the scheduler stands still, or makes three quarters of its steps at most.
+
+        One that is slow is told of after as many steps again: it may only have begun late. Rates that a function tells
+        are compared by themselves.
+        """
+        if isinstance(follower, Foretold) or course.foreseen(0) == course.foreseen(UNMOVED):
+            return
+        made, foreseen = follower.position_at(step), step // follower.steps_between * follower.steps_each
+        slow = 0.75 * UNMOVED * follower.steps_each
+        if step == UNMOVED * follower.steps_between:
+            self._made, told = made, made == 0
+        else:
+            due = step == 2 * UNMOVED * follower.steps_between
+            told = due and 0 < self._made <= slow and made - self._made <= slow
+        if told:
             warn(
                 f"{follower.name} has made {made} steps in {step} optimizer steps, and hdet looks ahead as if it had "
                 f"made {foreseen}: where the loop steps it more rarely, as once an epoch, give hdet.attach "

@@ -476,23 +476,68 @@ def test_a_rate_that_groups_share_is_shared_again() -> None:
     assert float(rate) == pytest.approx(3e-3)
 
 
-@pytest.mark.parametrize(("every", "stepped", "noticed"), [(1, 16, True), (1, 2, True), (1, 1, False), (8, 8, False)])
-def test_a_scheduler_that_is_stepped_more_rarely_than_told_is_noticed(every: int, stepped: int, noticed: bool) -> None:
+@pytest.mark.parametrize(
+    ("every", "stepped", "told"),
+    [
+        (1, lambda step: False, ["has made 0 steps in 10 optimizer"]),
+        (1, lambda step: step % 2 == 1, ["has made 10 steps in 20 optimizer"]),
+        (1, lambda step: step % 10 < 7, ["has made 14 steps in 20 optimizer"]),
+        (1, lambda step: step % 10 < 8, []),
+        (1, lambda step: step >= 5, []),
+        (1, lambda step: step % 10 < 7 or step > 10, []),
+        (2, lambda step: step % 4 == 3, ["has made 10 steps in 40 optimizer"]),
+        (8, lambda step: step % 8 == 7, []),
+        (1, lambda step: True, []),
+    ],
+)
+def test_a_scheduler_that_is_stepped_more_rarely_than_told_is_noticed(every: int, stepped: Any, told: Any) -> None:
+    """One that only begins late, as after a warm-up of the loop's own, is not."""
     model = network()
     optimizer = adamw(model)
     scheduler = ExponentialLR(optimizer, 0.9)
-    search = attached(model, optimizer, scheduler=scheduler, scheduler_every=every)
+    search = attached(model, optimizer, scheduler=scheduler, scheduler_every=every, total_steps=44)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for step in range(16):
+        for step in range(44):
             search.loss(loss_of(model, batch(step))).backward()
             optimizer.step()
             optimizer.zero_grad()
-            if (step + 1) % stepped == 0:
+            if stepped(step):
                 scheduler.step()
-    told = "in 10 optimizer steps, and hdet looks ahead as if it had made 10: "
-    said = [one for one in caught if told in str(one.message)]
-    assert len(said) == noticed
+    said = [str(one.message) for one in caught if "optimizer steps, and hdet looks ahead as if" in str(one.message)]
+    assert [words in one for words, one in zip(told, said, strict=True)] == [True] * len(told)
+
+
+class ByEpochs:
+    """As timm's schedulers are made: told the number of the epoch."""
+
+    t_in_epochs = True
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.rates = [group["lr"] for group in optimizer.param_groups]
+
+    def step(self, epoch: int) -> None:
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = rate * 0.9**epoch
+
+    def step_update(self, update: int) -> None:
+        pass
+
+
+def test_of_a_scheduler_that_is_told_its_epochs_one_late_nothing_is_said(length: int = 4) -> None:
+    model = network()
+    optimizer = adamw(model)
+    scheduler = ByEpochs(optimizer)
+    search = attached(model, optimizer, scheduler=scheduler, scheduler_every=length)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(22):
+            search.loss(loss_of(model, batch(step))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if (step + 1) % length == 0:
+                scheduler.step((step + 1) // length - 1)
 
 
 @pytest.mark.parametrize("loss", [0.5, None, torch.ones(4)])
