@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from torch.optim import AdamW
 
@@ -17,7 +18,8 @@ def declared(knob: hdet.Knob) -> dict[str, str]:
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
     optimizer = AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
     replicas = hdet.replicate(model, optimizer, n=2)
-    return declaration(hdet.Engine(replicas, [knob], gradients="local", total_steps=20).plan)
+    judged = hdet.Probe(lambda model, given: model(given).square().mean(1), [torch.ones(4, 2)])
+    return declaration(hdet.Engine(replicas, [knob], signal=judged, gradients="local", total_steps=20).plan)
 
 
 def slope(get: Any, **fields: Any) -> hdet.Knob:
