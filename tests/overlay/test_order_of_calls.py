@@ -525,7 +525,8 @@ class ByEpochs:
         pass
 
 
-def test_of_a_scheduler_that_is_told_its_epochs_one_late_nothing_is_said(length: int = 4) -> None:
+def test_of_a_scheduler_that_is_told_its_epochs_one_late_nothing_is_said() -> None:
+    length = 4
     model = network()
     optimizer = adamw(model)
     scheduler = ByEpochs(optimizer)
