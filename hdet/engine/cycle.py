@@ -77,6 +77,7 @@ class Cycle:
             plan.apart,
             plan.objective,
             plan.outer,
+            sets_apart=plan.sets_apart,
         )
         self.collectors: list[Collector] = [at_work(source, scene, plan.judged_by(source)) for source in plan.evidence]
         self._observers = [collector for collector in self.collectors if _has(collector, "exit")]

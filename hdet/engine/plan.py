@@ -122,7 +122,9 @@ class Plan:
             sources[knob.evidence] = None
         self.evidence: Final = list(sources)
         admission.one_model(merge, guard, tail, bound)
-        self.explored: Final = any(knob.evidence.diverges and knob.spec.spread.width for knob in bound)
+        come_apart = [knob for knob in bound if knob.evidence.diverges and knob.spec.spread.width]
+        self.explored: Final = bool(come_apart)
+        self.sets_apart = frozenset(target for knob in come_apart for target in knob.bindings[0].targets)
         self.apart: Final = replicas.diverge and (gradients == "local" or self.explored or not merge.makes_alike)
 
     @property

@@ -25,6 +25,7 @@ from hdet.hparams.bound_knob import BoundKnob
 from hdet.hparams.knob import Knob
 from hdet.hparams.space import Log, Relative, Space
 from hdet.replicas import tensors
+from hdet.replicas.chained_optimizer import steps_by
 from hdet.replicas.tensors import Portion
 from hdet.spec import register
 
@@ -76,7 +77,7 @@ class Pull:
     group: dict[str, Any]
     total: float
     is_direct: bool
-    scale: Callable[[nn.Parameter, slice | None], Tensor] | None = None
+    scale: Callable[[nn.Parameter, slice | None], Tensor | float] | None = None
 
     def through_gradient(
         self, parameter: nn.Parameter, weights: Tensor, elements: slice | None = None
@@ -122,6 +123,13 @@ class AnalyticCollector(DirectionalCollector):
         scene.follow(spec.stride)
         self.bindings = [_decay(knob) for knob in knobs]
         self.pulls = self._none()
+        read = {
+            (id(own.optimizer), index, key, None)
+            for own in self.bindings
+            for index in own.indices
+            for key in ("lr", "weight_decay")
+        }
+        self._off_base = scene.apart and not read.isdisjoint(scene.sets_apart)  # the first replica's, which are read
 
     def _none(self) -> list[list[float | Tensor]]:
         return [[0.0] * len(binding.indices) for binding in self.bindings]
@@ -130,8 +138,7 @@ class AnalyticCollector(DirectionalCollector):
         self.pulls = self._none()
 
     def after_update(self, window: Window, step: int) -> None:
-        # Where replicas come apart by their rates, the first one's lie off their bases.
-        with self.scene.at_base() if self.scene.apart else nullcontext():
+        with self.scene.at_base() if self._off_base else nullcontext():
             for pulls, binding in zip(self.pulls, self.bindings, strict=True):
                 groups = binding.optimizer.param_groups
                 for place, index in enumerate(binding.indices):  # as they are in force, each group's own
@@ -188,22 +195,37 @@ class AnalyticCollector(DirectionalCollector):
         return of
 
     def _of_first(self, pull: Pull, parameters: Sequence[nn.Parameter]) -> Pull:
-        """It goes by the first replica's moments in every process, and by bases where replicas come apart."""
+        """It goes by the first replica's moments in every process, and by bases where replicas come apart.
+
+        Several processes keep P of all parameters, which is sent; that of SGD has no moments.
+        """
+
+        def own(parameter: nn.Parameter, elements: slice | None) -> Tensor | float:
+            p = preconditioner(pull.optimizer, pull.group, parameter, rate=1.0, elements=elements)
+            return tensors.wide(p) if isinstance(p, Tensor) else p or 0.0
+
+        replicas = self.scene.replicas
+        if len(replicas.local) == replicas.size or isinstance(steps_by(pull.optimizer, pull.group), torch.optim.SGD):
+            return replace(pull, scale=own)
         with self.scene.at_base():
-            own = [preconditioner(pull.optimizer, pull.group, parameter, rate=1.0) for parameter in parameters]
+            held = [own(parameter, None) for parameter in parameters]
         # A gradient, and so a state, may be there in some replicas only; all send as many numbers.
         local = [tensors.wide(tensors.local(parameter.detach())) for parameter in parameters]
         sent = [
-            p.to(like.dtype, copy=True) if isinstance(p, Tensor) else torch.full_like(like, p or 0.0)
-            for p, like in zip(own, local, strict=True)
+            p.to(like.dtype, copy=True) if isinstance(p, Tensor) else torch.full_like(like, p)
+            for p, like in zip(held, local, strict=True)
         ]
-        self.scene.replicas.take_firsts(sent)
+        replicas.take_firsts(sent)
         found = {id(parameter): p for parameter, p in zip(parameters, sent, strict=True)}
 
         def scale(parameter: nn.Parameter, elements: slice | None) -> Tensor:
             return found[id(parameter)] if elements is None else found[id(parameter)].reshape(-1)[elements]
 
         return replace(pull, scale=scale)
+
+    def _stretch(self, centre: Sequence[Tensor], direction: Direction) -> float:
+        with self.scene.at_base() if self.scene.apart else nullcontext():  # P holds momentum, which may be a knob's
+            return super()._stretch(centre, direction)
 
     def norms(self, weights: Tensor, direction: Tensor) -> tuple[float, float]:
         # Of sharded weights each process sees a part; a replica's number is the mean over its parts.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -41,6 +41,7 @@ class Scene:
         at_base: a context manager inside which every knob is at its base, for probes of the shared weights.
         apart: whether replicas come apart in a window, so that "the weights" are their mean.
         objective: the training loss apart from the loop, for evidence that needs it (`Evidence.needs_objective`).
+        sets_apart: targets (`Binding.targets`), of the first host, of the knobs by which replicas come apart.
         outer: by host, the optimizer that the merge steps with: of no weights, its group holds the settings that knobs
             write. Empty where it has none.
         unusable: what was noticed of losses that are not finite, whichever evidence measured them.
@@ -58,6 +59,7 @@ class Scene:
     objective: Objective | None = None
     outer: Sequence[Optimizer] = ()
     unusable: Unusable = field(default_factory=Unusable)
+    sets_apart: frozenset[Hashable] = frozenset()
 
     @cached_property
     def excesses(self) -> tuple[float, float]:

@@ -18,7 +18,7 @@ from hdet import Engine, Probe
 from hdet.controllers import Hold
 from hdet.errors import ConfigError
 from hdet.evidence import Analytic
-from hdet.evidence.analytic import Pull, _stepped
+from hdet.evidence.analytic import AnalyticCollector, Pull, _stepped
 from hdet.schedules import Replay
 from hdet.spaces import Linear
 from hdet.spreads import TwoLevel
@@ -447,3 +447,25 @@ def test_a_decay_that_the_loop_writes_counts_step_by_step() -> None:
         optimizer.zero_grad()
     collector = next(own for own in search.engine.cycle.collectors if hasattr(own, "pulls"))
     assert collector.pulls == [pytest.approx([T * RATE * DECAY, T // 2 * RATE * DECAY])]
+
+
+@pytest.mark.parametrize(
+    ("apart", "entered"),
+    [
+        (hdet.LearningRate(evidence=hdet.evidence.Divergent()), True),
+        (hdet.Momentum(evidence=hdet.evidence.Divergent()), False),
+    ],
+)
+def test_bases_are_put_in_force_after_a_step_only_where_a_rate_sets_replicas_apart(
+    apart: hdet.Knob, entered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    judged = hdet.Probe(lambda model, given: model(given).square().mean(1), [torch.ones(4, 2)])
+    knobs = [apart, hdet.WeightDecay(evidence=hdet.evidence.Analytic())]
+    engine = hdet.Engine(hdet.replicate(model, optimizer, n=2), knobs, window=5, total_steps=10, signal=judged)
+    collector = next(one for one in engine.cycle.collectors if isinstance(one, AnalyticCollector))
+    written: list[int] = []
+    monkeypatch.setattr(engine.cycle.knobs[1], "write", lambda host, base: written.append(host))
+    collector.after_update(engine.cycle.window, 1)
+    assert bool(written) is entered
