@@ -297,7 +297,7 @@ class Ranks(Replicas):
 
     def take_firsts(self, tensors: Sequence[Tensor]) -> None:
         with translated("sending what the first replica measured"):
-            self.exchange.broadcast(tensors, 0)
+            self.exchange.broadcast(tensors, self.exchange.present.index(True))
 
     def _pool_within(self) -> None:
         """Give the ranks of this replica the mean of their buffers; no merge gives them that of all."""
