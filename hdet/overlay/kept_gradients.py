@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from hdet.hparams.param_groups import first_trained
 from hdet.replicas import tensors
+from hdet.replicas.parallel import world
 from hdet.user_warning import warn
 
 KEPT = 5
@@ -29,7 +31,8 @@ class KeptGradients:
         self._optimizer = optimizer
         self._steps = self._kept = 0
         self._alike: bool | None = None  # each backward of this step added to what the one before had left
-        self._left = self._stepped = -1  # how often it was written until the last backward or step, and the last step
+        self._left = -1  # how often it was written until the last backward or step
+        self._full: Tensor | None = None  # whether it held anything as a step began
         self.done = False
 
     def before_backward(self) -> None:
@@ -41,30 +44,35 @@ class KeptGradients:
         if gradient is None or gradient.layout != torch.strided or tensors.local(gradient) is not gradient:
             self.done = True
             return
+        begins = self._alike is None
         self._alike = self._alike is not False and gradient._version == self._left
-        if self._alike and self._kept == KEPT - 1:
-            self.done = True
-            if bool(gradient.any()):
-                warn(
-                    f"the gradients of {KEPT} optimizer steps on end were not cleared, so each step was made with the "
-                    f"sum of those of all steps before it: call optimizer.zero_grad() in each step, before backward"
-                )
+        if begins and self._alike and self._kept == KEPT - 1:
+            self._full = gradient.any()  # read after the step: nothing is waited for, and nothing raised, in backward
 
     def after_backward(self) -> None:
         """A backward is over."""
-        if not self.done:
-            self._left = self._written()
+        if self.done:
+            return
+        before, self._left = self._left, self._written()
+        grown = self._left - before
+        # A hook that clears it within the backward writes it too, as does what averages it over ranks.
+        if self._alike and (grown < 1 or (grown > 1 and world() == 1)):
+            self._alike = False
 
     def after_step(self) -> None:
         """The optimizer has stepped."""
         if self.done:
             return
         self._left = self._written()
-        grew = self._left > self._stepped
-        self._kept = self._kept + 1 if self._alike and grew else 0
-        self._alike, self._stepped = None, self._left
+        self._kept = self._kept + 1 if self._alike else 0
+        self._alike = None
         self._steps += 1
-        self.done = self._steps >= LOOKED_AT
+        self.done = self._kept == KEPT or self._steps >= LOOKED_AT
+        if self._kept == KEPT and bool(self._full):
+            warn(
+                f"the gradients of {KEPT} optimizer steps on end were not cleared, so each step was made with the "
+                f"sum of those of all steps before it: call optimizer.zero_grad() in each step, before backward"
+            )
 
     def _written(self) -> int:
         first = first_trained(self._optimizer)

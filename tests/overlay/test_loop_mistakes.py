@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from functools import partial
 from typing import Any
 
 import attach_parts
@@ -342,11 +343,16 @@ def test_a_run_that_is_over_is_an_error_where_hdet_drives_the_rate() -> None:
         loop(model, optimizer, search=search)
 
 
-@pytest.mark.parametrize("clears", ["never", "to None", "to zero", "through data", "after two", "in some steps"])
+@pytest.mark.parametrize(
+    "clears", ["never", "to None", "to zero", "through data", "in a hook", "after two", "in some steps"]
+)
 def test_gradients_that_are_never_cleared_are_told_once(clears: str) -> None:
     """Those of an accumulation are, in the end, and zeros may be written where torch does not see it."""
     model = network()
     optimizer = adamw(model)
+    if clears == "in a hook":
+        for parameter in model.parameters():
+            parameter.register_hook(partial(cleared_before, parameter))
     search = attached(model, optimizer, exclude=["dropout"])
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -359,7 +365,57 @@ def test_gradients_that_are_never_cleared_are_told_once(clears: str) -> None:
                 for parameter in model.parameters():
                     assert parameter.grad is not None
                     parameter.grad.data.zero_()
-            elif clears != "never" and (clears != "in some steps" or step % 3 == 0):
+            elif clears not in ("never", "in a hook") and (clears != "in some steps" or step % 5 == 0):
                 optimizer.zero_grad(set_to_none=clears != "to zero")
-    expected = ["the gradients of 5 optimizer steps on end were not cleared"] * (clears == "never")
-    assert [str(one.message)[: len(expected[0])] if expected else str(one.message) for one in told] == expected
+    said = [str(one.message) for one in told]
+    assert len(said) == (clears == "never")
+    assert all(one.startswith("the gradients of 5 optimizer steps on end were not cleared") for one in said)
+
+
+def cleared_before(parameter: nn.Parameter, gradient: Tensor) -> None:
+    if parameter.grad is not None:
+        parameter.grad.zero_()
+
+
+def test_gradients_that_are_kept_later_are_not_looked_at() -> None:
+    model = network()
+    optimizer = adamw(model)
+    search = attached(model, optimizer, exclude=["dropout"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(30):
+            search.loss(loss_of(model, batch(step))).backward()
+            optimizer.step()
+            if step < 17:
+                optimizer.zero_grad(set_to_none=False)
+
+
+def test_gradients_that_another_backward_of_the_step_keeps_are_its_own() -> None:
+    """They are cleared before the first of the three, or before the second."""
+    for place in (0, 1):
+        model = network()
+        optimizer = adamw(model)
+        search = attached(model, optimizer, exclude=["dropout"])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for step in range(10):
+                for part in range(3):
+                    if part == place:
+                        optimizer.zero_grad(set_to_none=False)
+                    search.loss(loss_of(model, batch(step, part))).backward()
+                optimizer.step()
+        search.detach()
+
+
+def test_where_warnings_are_errors_the_step_whose_gradients_are_kept_is_made() -> None:
+    model = network()
+    optimizer = adamw(model)
+    search = attached(model, optimizer, exclude=["dropout"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(6):
+            search.loss(loss_of(model, batch(step))).backward()
+            if step < 5:
+                optimizer.step()
+        with pytest.raises(UserWarning, match="steps on end were not cleared"):
+            optimizer.step()
