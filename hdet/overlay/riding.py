@@ -243,10 +243,10 @@ class Riding:
             self.lending.take_out_forward()
             self.lending.take_out_update()
             self.passes.begin_step()
-            self.passes.kept.after_step()
             self.passes.dropped = self._written = 0
             self._writes_seen = self._writes()
         self._tell(record)
+        self.passes.kept.after_step()
 
     def before_saving(self) -> None:
         """The optimizer's state is asked for or loaded: where a step raised, hdet's values are still in force."""
@@ -483,7 +483,8 @@ class Riding:
             forward = [knob.spec for knob in self.engine.knobs if knob.spec.acts_on == "forward"]
             names = sorted({knob.kind for knob in forward} & set(FORWARD))
             own = sorted({knob.label for knob in forward if knob.kind not in FORWARD})
-            ways = [f"exclude={names}"] * bool(names) + [f"no {', '.join(own)} in knobs="] * bool(own)
+            ways = [f"exclude={names}"] if names else []
+            ways += [f"no {', '.join(own)} in knobs="] if own else []
             raise StepError(
                 f"the optimizer is to step, and hdet has seen no training pass since its last step: the loop is to "
                 f"call the {type(self.model).__name__} that hdet.attach was given, in train mode and with gradients "

@@ -273,7 +273,7 @@ class Search(AbstractContextManager["Search"]):
             riding.load_state_dict(before)
             riding.counting = counting
             raise
-        self._notice_return(state["engine"]["open"], whole=_holds_all_replicas(state))
+        self._notice_return(state["engine"]["open"], of_all=_holds_all_replicas(state))
 
     def _require(self, state: Mapping[str, Any]) -> None:
         """Whether a state can be loaded, as far as that shows beforehand."""
@@ -298,12 +298,12 @@ class Search(AbstractContextManager["Search"]):
                 f"before the first step, or attach anew"
             )
 
-    def _notice_return(self, under_way: dict[str, Any] | None, whole: bool) -> None:
+    def _notice_return(self, under_way: dict[str, Any] | None, of_all: bool) -> None:
         """Say that the weights are those of the window's opening, where the window could not be taken up."""
         engine = self.engine
         if under_way is None or engine.step_count == under_way["step"]:
             return
-        if engine.home.size > len(engine.replicas) and not whole:
+        if engine.home.size > len(engine.replicas) and not of_all:
             raise CheckpointError(
                 f"the search's state was taken at step {under_way['step']}, in mid-window, by one rank, and this run "
                 f"has several, each with a part of its own: save search.all_ranks.state_dict(), which all ranks call "
@@ -314,8 +314,7 @@ class Search(AbstractContextManager["Search"]):
         self._riding.warn(
             f"the search could not go on in the window that the state was taken in, at step {under_way['step']}: the "
             f"model holds the weights of step {engine.step_count}, at which the window opened; go on from there"
-            + ", the scheduler put back to that step too"
-            * scheduled
+            + (", the scheduler put back to that step too" if scheduled else "")
         )
 
 
