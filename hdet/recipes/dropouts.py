@@ -52,20 +52,16 @@ def plain_numbers(model: nn.Module) -> dict[str, list[str]]:
     them.
     """
     found: dict[str, list[str]] = defaultdict(list)
+    made = [module.p for _, module in named_modules(model) if isinstance(module, _DropoutNd)]
     for name, module in named_modules(model):
         if isinstance(module, _DropoutNd):
             continue
         for attribute, value in vars(module).items():
             if isinstance(value, float) and 0.0 < value < 1.0:
-                own = attribute == "drop_rate" and _reads(module, value)
+                # A `drop_rate`, as timm calls it, may be read by the forward, or be what a dropout was made with.
+                own = attribute == "drop_rate" and not any(isclose(rate, value, rel_tol=1e-6) for rate in made)
                 if "dropout" in attribute or attribute in OF_DEPTH or own:
                     found[attribute].append(name)
                 elif attribute == "p" and type(module).__name__ == "StochasticDepth":  # torchvision's
                     found["stochastic_depth"].append(name)
     return dict(found)
-
-
-def _reads(module: nn.Module, drop_rate: float) -> bool:
-    """Whether a `drop_rate`, as timm calls it, is what the forward reads: others keep what they made a dropout with."""
-    rates = [one.p for one in module.modules() if isinstance(one, _DropoutNd)]
-    return not any(isclose(rate, drop_rate, rel_tol=1e-6) for rate in rates)

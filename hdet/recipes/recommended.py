@@ -284,7 +284,7 @@ def _dropouts(model: nn.Module, optimizer: Optimizer, sharded: bool, objective: 
         Choice(
             attribute.replace("_", " "),
             None,
-            f"is a plain number that {f'{len(names)} modules read' if len(names) > 1 else 'one module reads'} "
+            f"is a plain number that {f'{len(names)} modules may read' if len(names) > 1 else 'one module may read'} "
             f"({names[0] or 'the model itself'}{', ...' if len(names) > 1 else ''}), and no module's rate; "
             + _explorable(attribute, [modules[name] for name in names], names[0]),
         )
