@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -63,6 +64,27 @@ class DrawnProblem(Problem):
         columns = type(self).splits()[split]
         rows = torch.from_numpy(draws(count, below=len(columns[0]), seed=self.seed, stream=split, step=step))
         return tuple(column[rows] for column in columns)
+
+
+class FreshProblem(DrawnProblem):
+    """Examples that are drawn anew in every step."""
+
+    tests: ClassVar[int] = 2000
+
+    @staticmethod
+    @abstractmethod
+    def drawn(count: int, seed: int, stream: str, step: int) -> Examples:
+        """That many, a pure function of the arguments."""
+
+    def batch(self, step: int) -> Examples:
+        return type(self).drawn(self.size, self.seed, "train", step)
+
+    def probe(self, window: int) -> Examples:
+        return type(self).drawn(self.size, self.seed, "probe", window)
+
+    @classmethod
+    def splits(cls) -> dict[str, Examples]:
+        return {"test": cls.drawn(cls.tests, 0, "test", 0)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,10 +11,10 @@ from torch.nn import functional as F
 
 from hdet.app.tasks.draws import draws
 from hdet.nn import Dropout
-from search_parts.examples import DrawnProblem, DrawnTask
+from search_parts.examples import DrawnTask, FreshProblem
 from search_parts.task import ALL_OFF, DECAYS, LEARNING_RATES, Grid, doubling
 
-KEYS, VALUES, PAIRS, TESTS = 24, 24, 12, 2000
+KEYS, VALUES, PAIRS = 24, 24, 12
 WIDTH, HEADS, DEPTH = 40, 2, 1
 
 
@@ -74,20 +74,11 @@ class Recaller(nn.Module):
         return self.head(self.norms[-1](x[:, 2 * PAIRS :: 2]))  # type: ignore[no-any-return]
 
 
-class RecallProblem(DrawnProblem):
+class RecallProblem(FreshProblem):
     """Rows that are drawn anew in every step."""
 
     network = Recaller
-
-    def batch(self, step: int) -> tuple[Tensor]:
-        return rows(self.size, self.seed, "train", step)
-
-    def probe(self, window: int) -> tuple[Tensor]:
-        return rows(self.size, self.seed, "probe", window)
-
-    @staticmethod
-    def splits() -> dict[str, tuple[Tensor]]:
-        return {"test": rows(TESTS, 0, "test", 0)}
+    drawn = staticmethod(rows)
 
     def example_losses(self, model: nn.Module, batch: tuple[Tensor]) -> Tensor:
         (tokens,) = batch

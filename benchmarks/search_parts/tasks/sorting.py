@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hdet.app.tasks.draws import draws
-from search_parts.examples import DrawnProblem, DrawnTask
+from search_parts.examples import DrawnTask, FreshProblem
 from search_parts.task import ALL_OFF, DECAYS, LEARNING_RATES, Grid, doubling
 from search_parts.tasks.point_sets import SetBlock
 
-LENGTH, NUMBERS, TESTS = 10, 32, 2000
+LENGTH, NUMBERS = 10, 32
 WIDTH, HEADS, DEPTH = 48, 4, 2
 BAR = NUMBERS
 """Stands between a row and its numbers in order."""
@@ -46,20 +46,11 @@ class Sorter(nn.Module):
         return self.head(self.norm(self.blocks(x)[:, LENGTH:]))  # type: ignore[no-any-return]
 
 
-class SortingProblem(DrawnProblem):
+class SortingProblem(FreshProblem):
     """Rows that are drawn anew in every step."""
 
     network = Sorter
-
-    def batch(self, step: int) -> tuple[Tensor]:
-        return rows(self.size, self.seed, "train", step)
-
-    def probe(self, window: int) -> tuple[Tensor]:
-        return rows(self.size, self.seed, "probe", window)
-
-    @staticmethod
-    def splits() -> dict[str, tuple[Tensor]]:
-        return {"test": rows(TESTS, 0, "test", 0)}
+    drawn = staticmethod(rows)
 
     def example_losses(self, model: nn.Module, batch: tuple[Tensor]) -> Tensor:
         (tokens,) = batch
