@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import html
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -67,15 +69,21 @@ def watch(
     if once or not console.is_terminal:
         console.print(shown(seen))
         return
-    with Live(shown(seen), console=console, auto_refresh=False, screen=False) as live:
-        try:
-            while not seen.over:
-                time.sleep(every)
-                seen = _look(run)
-                live.update(shown(seen), refresh=True)
-        except KeyboardInterrupt as error:
-            if type(error) is not KeyboardInterrupt:
-                raise  # Ctrl-C alone is the way to leave
+    with Live(shown(seen), console=console, auto_refresh=False, screen=False) as live, _left_by_ctrl_c():
+        while not seen.over:
+            time.sleep(every)
+            seen = _look(run)
+            live.update(shown(seen), refresh=True)
+
+
+@contextmanager
+def _left_by_ctrl_c() -> Iterator[None]:
+    """Ctrl-C ends the block, and is no fault. What ends a command otherwise goes on."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        if type(error) is not KeyboardInterrupt:
+            raise
 
 
 def _serve(run: Path, host: str, port: int, every: float) -> None:
@@ -83,11 +91,8 @@ def _serve(run: Path, host: str, port: int, every: float) -> None:
         print(f"{server.url} shows the run; Ctrl-C ends it", flush=True)
         if not server.local:
             print("others see it who have this address; over plain HTTP it can be read on the way", flush=True)
-        try:
+        with _left_by_ctrl_c():
             server.serve_forever()
-        except KeyboardInterrupt as error:
-            if type(error) is not KeyboardInterrupt:
-                raise  # Ctrl-C alone is the way to leave
 
 
 class _Drawn:

@@ -183,10 +183,8 @@ class Search(TrainerCallback):
         for undo in self._undo:
             undo()
         self._undo.clear()
-        if self.search is not None and raised:
-            self.search.let_go()
-        elif self.search is not None:
-            self.search.detach()
+        if self.search is not None:
+            (self.search.let_go if raised else self.search.detach)()
         self._unlogged.clear()
 
     def _saved(self, args: TrainingArguments, state: TrainerState, folder: str | None) -> dict[str, Any] | None:
