@@ -17,10 +17,11 @@ from torch.optim import Optimizer
 
 from hdet.engine.mixture import Pair, Shares, lowest, nodes
 from hdet.evidence import Harvest, Scene
-from hdet.evidence.parts.batch_statistics import BatchStatistics, Statistics, following, keeping, statistics_of
+from hdet.evidence.parts.batch_statistics import BatchStatistics, Statistics, statistics_of
 from hdet.evidence.parts.line_fit import along
 from hdet.replicas import tensors
 from hdet.replicas.average import towards_
+from hdet.replicas.batch_norm import following, keeping
 from hdet.replicas.schedule_free import is_schedule_free
 from hdet.spec import Spec, register
 from hdet.user_warning import warn
@@ -189,7 +190,9 @@ class MixtureLosses:
         for shares in at:
             write(self.scene.moving.values(), mixed(shares, self.last, self.parts))
             self.statistics(shares).put(self.model)
-            rows.append([probe.measure(self.model, window, self.optimizer, own) for window, own in draws])
+            rows.append(
+                [probe.measure(self.model, window, self.optimizer, own, kept_statistics=True) for window, own in draws]
+            )
         tables = [torch.stack(own) for own in zip(*rows, strict=True)]
         return [replicas.gather(t.flatten().expand(len(replicas.local), -1))[0].reshape(t.shape) for t in tables]
 

@@ -18,9 +18,8 @@ from torch import Tensor
 from hdet.controllers import Calibrate, Controller, Estimate
 from hdet.errors import ConfigError
 from hdet.evidence.collector import Collector, Evidence
-from hdet.evidence.parts.batch_statistics import Statistics
 from hdet.evidence.parts.line_fit import along, bottom_in_value
-from hdet.evidence.parts.losses_at import Point, Write, losses_at, statistics_of_average
+from hdet.evidence.parts.losses_at import Point, Write, losses_at
 from hdet.evidence.parts.step_size import empty_at_first, step_size
 from hdet.evidence.scene import Harvest, Scene, Window
 from hdet.hparams.binding import GroupBinding
@@ -115,23 +114,19 @@ class LineCollector(Collector):
         centres = [self._centre(own, window) for own in knobs]
         moves = [list(map(any, zip(*(moved_by(knob, self.scene) for knob in own), strict=True))) for own in knobs]
 
-        def measure(
-            lines: Sequence[Segment], chosen: Sequence[int], offsets: Sequence[float], statistics: Statistics | None
-        ) -> NDArray[np.float64]:
+        def measure(lines: Sequence[Segment], chosen: Sequence[int], offsets: Sequence[float]) -> NDArray[np.float64]:
             points: list[Point] = [
                 partial(line.at, math.exp(centres[k] + x))
                 for k, line in zip(chosen, lines, strict=True)
                 for x in offsets
             ]
             with self.scene.at_base():
-                losses = losses_at(self.scene, harvest, points, kept, independent=True, statistics=statistics)
+                losses = losses_at(self.scene, harvest, points, kept, independent=True)
             return losses.reshape(len(chosen), len(offsets), -1)
 
-        def read(
-            end: Sequence[Tensor], chosen: Sequence[int], averaged: bool, statistics: Statistics | None = None
-        ) -> dict[int, Estimate]:
+        def read(end: Sequence[Tensor], chosen: Sequence[int], averaged: bool) -> dict[int, Estimate]:
             segments = {k: Segment(start, end, moves[k]) for k in chosen}
-            lines = dict(zip(chosen, measure(list(segments.values()), chosen, ends, statistics), strict=True))
+            lines = dict(zip(chosen, measure(list(segments.values()), chosen, ends), strict=True))
             told = {
                 k: replace(along(ends, line), offset=centres[k], level=float(line.mean())) for k, line in lines.items()
             }
@@ -139,7 +134,7 @@ class LineCollector(Collector):
                 k for k in chosen if any(one.controller.wants_curvature(told[k], averaged=averaged) for one in knobs[k])
             ]
             if curved:
-                more = measure([segments[k] for k in curved], curved, between, statistics)
+                more = measure([segments[k] for k in curved], curved, between)
                 for k, line in zip(curved, more, strict=True):
                     points, losses = [*ends, *between], np.concatenate([lines[k], line])
                     bottom = bottom_in_value(points, losses)
@@ -155,9 +150,8 @@ class LineCollector(Collector):
         at_average = dict.fromkeys(range(len(knobs)), Estimate.nothing())
         if doubted:
             average = self.scene.averaged(harvest.valid, self.spec.stride)
-            statistics = statistics_of_average(self.scene, harvest, self.spec.stride, average, kept)
             is_last = average is self.scene.moving.values()  # of which there is a copy
-            at_average.update(read(last if is_last else average, doubted, averaged=True, statistics=statistics))
+            at_average.update(read(last if is_last else average, doubted, averaged=True))
         rising = [self._rises(own, window) for own in knobs]
         if window.start == 0 and any(rising):
             self.empty = empty_at_first(self.scene, self.knobs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from hdet.errors import ConfigError, StepError
+from hdet.replicas.batch_norm import by_each_batch
 from hdet.replicas.generators import numbers_lent
 from hdet.replicas.random_numbers import accelerators_in_use
 from hdet.replicas.tensors import evaluating
@@ -26,6 +27,10 @@ from hdet.user_warning import warn
 @dataclass(frozen=True, repr=False)
 class Probe:
     """Evaluates every replica on the same held-out batches at a window's end, in eval mode, without gradients.
+
+    BatchNorm layers in training mode normalise by each batch, as they do in training: the statistics that they keep lag
+    behind the weights. One that sees fewer than 8 values a channel has those that it keeps, as have layers that the
+    loop has in eval mode.
 
     What batches, and the model in evaluation, draw from the global generators of torch, Python and NumPy follows from
     the window's number. These generators, and those that a DataLoader, its samplers and its data sets hold, are left as
@@ -105,9 +110,17 @@ class Probe:
             )
 
     @contextmanager
-    def evaluated(self, model: nn.Module, window: int, optimizer: Optimizer | None = None) -> Iterator[None]:
-        """The model evaluates inside the block, with the same random numbers in all blocks of a window."""
-        with evaluating(model, optimizer), numbers_lent(f"hdet.probe.loss:{window}", accelerators_in_use()):
+    def evaluated(
+        self, model: nn.Module, window: int, optimizer: Optimizer | None = None, *, kept_statistics: bool = False
+    ) -> Iterator[None]:
+        """The model evaluates inside the block, with the same random numbers in all blocks of a window.
+
+        Args:
+            kept_statistics: of BatchNorm layers, in place of each batch's (`by_each_batch`).
+        """
+        normalising = nullcontext() if kept_statistics else by_each_batch(model)
+        numbers = numbers_lent(f"hdet.probe.loss:{window}", accelerators_in_use())
+        with normalising, evaluating(model, optimizer), numbers:
             folding = None if self._folds else Folding(model)
             yield
             if folding is not None and (found := folding.found()):
@@ -122,16 +135,26 @@ class Probe:
 
     @torch.no_grad()
     def measure(
-        self, model: nn.Module, window: int, optimizer: Optimizer | None = None, batches: Sequence[Any] | None = None
+        self,
+        model: nn.Module,
+        window: int,
+        optimizer: Optimizer | None = None,
+        batches: Sequence[Any] | None = None,
+        *,
+        kept_statistics: bool = False,
     ) -> Tensor:
         """[J] losses of the model as it is, float64, on the model's device.
+
+        Args:
+            batches: those of the window, if they are drawn.
+            kept_statistics: of BatchNorm layers in training mode, in place of each batch's.
 
         Raises:
             StepError: the loss is neither 0- nor 1-dimensional, or there are fewer than 2 sub-batches.
         """
         batches = self.draw(window) if batches is None else batches
         versions = _versions(batches)
-        with self.evaluated(model, window, optimizer):
+        with self.evaluated(model, window, optimizer, kept_statistics=kept_statistics):
             try:
                 # Detached: a loss that takes gradients itself would keep the graphs of all batches.
                 losses = [_detached(self.loss(model, batch)) for batch in batches]

@@ -380,7 +380,7 @@ def test_each_mixture_is_compared_with_its_own_batch_statistics(problem: Any, tr
 
     def of(state: dict[str, Tensor]) -> np.ndarray[Any, Any]:
         model.load_state_dict(state)
-        return np.mean([probe.measure(model, window).numpy() for window in (4, 3, 2)], axis=0)
+        return np.mean([probe.measure(model, window, kept_statistics=True).numpy() for window in (4, 3, 2)], axis=0)
 
     assert told["difference"] == pytest.approx((of(ended) - of(held[-1])).mean(), rel=1e-4)
 
@@ -503,7 +503,9 @@ def compared(
     model = engine.hosts[0][0]
     for weights in (mixed(told, path), path[-1]):
         with tensors.substituted(tensors.parameters(model), weights):
-            losses.append(np.mean([probe.measure(model, window).numpy() for window in windows], axis=0))
+            losses.append(
+                np.mean([probe.measure(model, window, kept_statistics=True).numpy() for window in windows], axis=0)
+            )
     return told, losses[0] - losses[1]
 
 

@@ -1,8 +1,10 @@
-"""With which BatchNorm statistics evidence evaluates averaged weights, and that training is left as it was."""
+"""With which BatchNorm statistics evidence evaluates its points, and that training is left as it was."""
 
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,9 +15,10 @@ from torch import Tensor, nn
 
 import hdet
 from hdet.controllers import Hold
-from hdet.evidence import Analytic, Divergent, GroupLines, Line
-from hdet.evidence.parts.batch_statistics import BatchStatistics, keeping
+from hdet.evidence import Analytic, Divergent, GroupLines, Line, Recursion
+from hdet.evidence.parts.batch_statistics import BatchStatistics
 from hdet.replicas import tensors
+from hdet.replicas.batch_norm import by_each_batch, keeping
 from hdet.spreads import TwoLevel
 
 WINDOW = 12
@@ -30,39 +33,56 @@ def batch(step: int, index: int = 0) -> tuple[Tensor, Tensor]:
     return x, x.sum(dim=1, keepdim=True) + 2.0 * torch.randn(8, 1, generator=generator)
 
 
+@dataclass
+class Pass:
+    """What BatchNorm had in a pass of the probe: whether it trained, what it normalised by, and its input's own."""
+
+    trains: bool
+    mean: Tensor
+    own_mean: Tensor
+
+
 class Seen:
-    """A probe that notes in each pass whether BatchNorm normalises by the batch, and the statistics that it holds."""
+    """A probe that notes its passes."""
 
     def __init__(self, problem: Any) -> None:
         self.problem = problem
-        self.passes: list[tuple[bool, Tensor]] = []
+        self.passes: list[Pass] = []
         self.probe = hdet.Probe(self.loss, problem.probe().batches)
 
     def loss(self, model: Any, batch: Any) -> Tensor:
-        norm = model[2]
-        self.passes.append((norm.training, norm.running_mean.clone()))
+        with_hook = model[2].register_forward_hook(self._note, prepend=True)  # before any of the library's
         own: Tensor = self.problem.loss(model, batch)
+        with_hook.remove()
         return own
+
+    def _note(self, norm: Any, inputs: Any, output: Any) -> None:
+        self.passes.append(Pass(norm.training, norm.running_mean.clone(), inputs[0].detach().mean(dim=0)))
 
     def with_statistics(self, expected: Tensor) -> int:
         """Passes in evaluation mode that had these."""
-        return sum(not by_batch and torch.allclose(mean, expected, atol=1e-6) for by_batch, mean in self.passes)
+        return sum(not one.trains and torch.allclose(one.mean, expected, atol=1e-6) for one in self.passes)
+
+    @property
+    def by_batch(self) -> int:
+        """Passes in evaluation mode that had those of their batch."""
+        return sum(not one.trains and torch.allclose(one.mean, one.own_mean, atol=1e-6) for one in self.passes)
 
     @property
     def looks(self) -> int:
-        """Passes that normalised by the batch."""
-        return sum(by_batch for by_batch, _ in self.passes)
+        """Passes in training mode."""
+        return sum(one.trains for one in self.passes)
 
 
 def engine_of(problem: Any, knobs: list[hdet.Knob], signal: hdet.Probe, **options: Any) -> hdet.Engine:
     model = problem.model(nn.BatchNorm1d(6, momentum=0.5))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5, weight_decay=0.1)
     home = hdet.micro_batches(model, optimizer, n=1)
     return hdet.Engine(home, knobs, window=WINDOW, total_steps=2 * WINDOW, signal=signal, **options)
 
 
 def held(**evidence: Any) -> list[hdet.Knob]:
-    known = {"rate": hdet.LearningRate, "decay": hdet.WeightDecay}
+    known = {"rate": hdet.LearningRate, "decay": hdet.WeightDecay, "momentum": hdet.Momentum}
     return [known[name](evidence=own, controller=Hold()) for name, own in evidence.items()]
 
 
@@ -78,7 +98,7 @@ def expected(problem: Any, model: nn.Module, path: list[list[Tensor]]) -> Tensor
         )
         for parameter, *values in zip(own.parameters(), *path, strict=True):
             parameter.copy_(torch.stack(values).mean(dim=0))
-        return at_last.carried().layers["2"][0]
+        return at_last.limited().layers["2"][0]
 
 
 def first_window(problem: Any, engine: hdet.Engine, train: Any) -> tuple[Tensor, Tensor]:
@@ -99,47 +119,90 @@ def first_window(problem: Any, engine: hdet.Engine, train: Any) -> tuple[Tensor,
 
 
 @pytest.mark.parametrize(
-    ("evidence", "at_last", "at_average"),
+    ("evidence", "by_batch", "at_average"),
     [
-        ({"rate": EVERY}, 3, 3),
-        ({"rate": GroupLines(line=EVERY)}, 3, 3),
-        ({"decay": Analytic()}, 0, 2),
-        ({"rate": EVERY, "decay": Analytic()}, 3, 5),
+        ({"rate": EVERY}, 6, 0),
+        ({"rate": GroupLines(line=EVERY)}, 6, 0),
         ({"rate": Line(read_average_above=1e9)}, 3, 0),
+        ({"momentum": Recursion()}, 2, 0),
+        ({"decay": Analytic()}, 0, 2),
+        ({"rate": EVERY, "decay": Analytic()}, 6, 2),
     ],
 )
-def test_averaged_weights_are_read_with_statistics_of_their_own(
-    evidence: dict[str, Any], at_last: int, at_average: int, problem: Any, train: Any
+def test_points_of_the_path_have_statistics_of_each_batch_and_those_of_decay_the_averages(
+    evidence: dict[str, Any], by_batch: int, at_average: int, problem: Any, train: Any
 ) -> None:
-    """Looked for once a window, however many ask."""
+    """The average's are looked for once a window."""
     seen = Seen(problem)
     engine = engine_of(problem, held(**evidence), seen.probe)
     kept, average = first_window(problem, engine, train)
-    assert seen.with_statistics(kept) == PASSES * at_last
+    assert seen.by_batch == PASSES * by_batch
     assert seen.with_statistics(average) == PASSES * at_average
+    assert seen.with_statistics(kept) == 0
     assert seen.looks == PASSES * 2 * bool(at_average)
 
 
-def test_replicas_are_compared_at_their_averages_with_them_too(problem: Any, train: Any) -> None:
+@pytest.mark.parametrize("at", ["last", "average"])
+def test_replicas_are_compared_with_those_of_each_batch(at: Any, problem: Any, train: Any) -> None:
     seen = Seen(problem)
-    probe = hdet.Probe(seen.loss, problem.probe().batches, at="average")
+    probe = hdet.Probe(seen.loss, problem.probe().batches, at=at)
     model = problem.model(nn.BatchNorm1d(6, momentum=0.5))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     knob = hdet.LearningRate(spread=TwoLevel(0.1), evidence=Divergent(), controller=Hold())
     engine = hdet.Engine(hdet.replicate(model, optimizer, n=2), [knob], window=WINDOW, signal=probe, gradients="local")
-    means: list[Tensor] = []
-    paths: list[list[list[Tensor]]] = [[], []]
-    copies: list[nn.Module] = []
+    train(engine, WINDOW, batch=batch)
+    assert seen.by_batch == len(seen.passes) == 2 * PASSES
 
-    def after(step: int) -> None:
-        copies[:] = [copy.deepcopy(host) for host, _ in engine.hosts]
-        for path, (host, _) in zip(paths, engine.hosts, strict=True):
-            path.append(tensors.clones(tensors.parameters(host)))
 
-    train(engine, WINDOW, batch=batch, after_update=after)
-    means = [expected(problem, own, path) for own, path in zip(copies, paths, strict=True)]
-    assert [seen.with_statistics(mean) for mean in means] == [PASSES, PASSES]
-    assert seen.looks == 2 * PASSES * 2
+def test_a_rate_that_is_right_is_not_lowered_because_kept_statistics_lag(train: Any, problem: Any) -> None:
+    """Along a path on which only the inputs of a layer shift the loss is the same everywhere."""
+    slopes = {}
+    for momentum in (0.02, None):  # of which the first lags far behind; the other has the mean of all
+        model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6, momentum=momentum), nn.Linear(6, 1))
+        model[2].requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        home = hdet.micro_batches(model, optimizer, n=1)
+        engine = hdet.Engine(home, held(rate=Line()), window=WINDOW, total_steps=2 * WINDOW, signal=problem.probe())
+        for step in range(WINDOW):
+            with engine.replicas[0]:
+                loss = problem.loss(model, batch(step))
+                loss.backward()
+            # The first layer's biases alone move, which no loss of the network's depends on.
+            model[0].weight.grad.zero_()
+            model[1].weight.grad.zero_()
+            model[1].bias.grad.zero_()
+            model[0].bias.grad.fill_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.step(loss.detach())
+        slopes[momentum] = engine.history.windows[0].estimates["learning_rate"]["slope"]
+    assert slopes == pytest.approx(dict.fromkeys(slopes, 0.0), abs=1e-5)
+
+
+@pytest.mark.parametrize("values", [7, 8])
+def test_a_batch_of_few_values_has_the_kept_ones(values: int) -> None:
+    layer = nn.BatchNorm1d(3).train()
+    inputs = 1.0 + 2.0 * torch.randn(values, 3)
+    with by_each_batch(layer):
+        layer.eval()
+        found = layer(inputs)
+    own = nn.BatchNorm1d(3, track_running_stats=False)(inputs)
+    assert torch.allclose(found, inputs, atol=1e-4) == (values == 7)
+    assert torch.allclose(found, own, atol=1e-5) == (values == 8)
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_what_a_layer_keeps_is_the_same_tensors_after(failing: bool) -> None:
+    layer = nn.BatchNorm1d(3).train()
+    kept = (layer.running_mean, layer.running_var, layer.num_batches_tracked)
+    inputs = torch.randn(16, 4 if failing else 3)
+    with pytest.raises(RuntimeError) if failing else nullcontext(), by_each_batch(layer):
+        layer.eval()
+        layer(inputs)
+    assert all(one is other for one, other in zip(kept, layer.buffers(), strict=True))
+    assert not layer.running_mean.any()
+    assert not layer._forward_pre_hooks
+    assert not layer._forward_hooks
 
 
 def test_a_layer_that_does_not_follow_the_batches_keeps_its_own(problem: Any, train: Any) -> None:
@@ -213,7 +276,14 @@ def test_a_model_that_is_compiled_whole_has_no_more_graphs(problem: Any) -> None
 def test_a_window_asks_for_one_look_at_the_last_weights(problem: Any, train: Any) -> None:
     """Averages of two strides are of other weights."""
     seen = Seen(problem)
-    engine = engine_of(problem, held(rate=EVERY, decay=Analytic(stride=5)), seen.probe)
+    model = problem.model(nn.BatchNorm1d(6))
+    groups = [{"params": list(part.parameters())} for part in (model[:2], model[2:])]
+    home = hdet.micro_batches(model, torch.optim.SGD(groups, lr=0.1, weight_decay=0.1), n=1)
+    knobs = [
+        hdet.WeightDecay(groups=group, evidence=Analytic(stride=stride), controller=Hold())
+        for group, stride in enumerate((None, 5))
+    ]
+    engine = hdet.Engine(home, knobs, window=WINDOW, total_steps=2 * WINDOW, signal=seen.probe)
     train(engine, WINDOW, batch=batch)
     assert seen.looks == PASSES * 3
 
@@ -257,7 +327,7 @@ def test_the_loss_is_told_as_it_would_be_after_training_there(problem: Any, trai
     with torch.no_grad():
         for parameter, *values in zip(own.parameters(), *path, strict=True):
             parameter.copy_(torch.stack(values).mean(dim=0))
-    stale = float(problem.probe().measure(own, 0).mean())
+    stale = float(problem.probe().measure(own, 0, kept_statistics=True).mean())
     torch.optim.swa_utils.update_bn([batch(step)[0] for step in range(100, 400)], own)
-    truth = float(problem.probe().measure(own, 0).mean())
+    truth = float(problem.probe().measure(own, 0, kept_statistics=True).mean())
     assert abs(told - truth) < 0.5 * abs(stale - truth)

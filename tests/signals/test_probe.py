@@ -23,20 +23,26 @@ from hdet.spreads import TwoLevel
 
 def test_it_measures_in_eval_mode_without_gradients_and_leaves_no_trace(problem: Any) -> None:
     model = problem.model(nn.BatchNorm1d(6), nn.Dropout(0.5))
+    frozen = problem.model(nn.BatchNorm1d(6).eval(), nn.Dropout(0.5))
     model[3].eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     modes = [module.training for module in model.modules()]
     probe = problem.probe()
-    one, other = probe.measure(model, 0), probe.measure(model, 0)
+    one, other = (probe.measure(model, 0, kept_statistics=True) for _ in range(2))
     assert torch.equal(one, other)
+    assert torch.equal(probe.measure(frozen, 0), one)
+    by_batch = probe.measure(model, 0)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert [module.training for module in model.modules()] == modes
+    assert all(p.grad is None for p in model.parameters())
     assert one.shape == (3,)
     assert one.dtype == torch.float64
     assert not one.requires_grad
     want = [problem.loss(model.eval(), problem.batch(-1, j)).item() for j in range(3)]
     assert one.tolist() == want
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert all(p.grad is None for p in model.parameters())
-    assert modes.count(False) == 1
+    model[2].train()  # and nothing else
+    want = [problem.loss(model, problem.batch(-1, j)).item() for j in range(3)]
+    assert by_batch.tolist() == pytest.approx(want)
 
 
 def test_a_loss_that_takes_gradients_of_its_own_says_so() -> None:

@@ -78,7 +78,6 @@ TASK = ConvTask(
     ignorance=math.log(10),
     grid=Grid(doubling(0.0125, 7), (1e-3, 3e-3, 1e-2, 3e-2), (0.0, 0.2, 0.4)),
     starts=LEARNING_RATES + DECAYS + DROPOUTS + ALL_OFF,
-    micro_batches=4,
     shorter=4,
     development=True,
 )

@@ -1,4 +1,4 @@
-"""Batch statistics of weights that were not trained at, such as a mean of weights."""
+"""Batch statistics of weights that were not trained at, such as a mean of weights or a point of a line."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from hdet.replicas import tensors
+from hdet.replicas.batch_norm import first_of, keeping
 from hdet.signals import Probe
 
 CHANCE = 2.0
@@ -35,17 +35,6 @@ class Statistics:
             tensors.copy_(_running(held[name]), values)
 
 
-def keeping(model: nn.Module) -> dict[str, _BatchNorm]:
-    """By name the BatchNorm layers that keep running statistics."""
-    layers = ((name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm))
-    return {name: layer for name, layer in layers if layer.running_mean is not None and not is_lazy(layer.running_mean)}
-
-
-def following(model: nn.Module) -> dict[str, _BatchNorm]:
-    """Of these, by name those whose statistics follow the batches now: they are in training mode."""
-    return {name: layer for name, layer in keeping(model).items() if layer.training}
-
-
 def statistics_of(model: nn.Module) -> list[Tensor]:
     """All that the layers that keep some hold."""
     return [value for layer in keeping(model).values() for value in _running(layer)]
@@ -56,11 +45,10 @@ class BatchStatistics:
 
     A mean of weights has activations of less variance than the weights had, so that the mean of their statistics is
     not its own. A held-out batch has its own there, but for what it has by chance; and that shows at the last weights,
-    whose statistics are known. So (`limited`) a layer's mean is the batch's, plus by how much the kept one lies above
+    whose statistics are known. So a layer's mean is the batch's, plus by how much the kept one lies above
     the batch's at the last weights, and its variance the batch's, times their ratio there. Differences of more than
     `CHANCE` standard errors, of as many values as the batch has examples, count as that: kept statistics lag behind,
-    and are of other weights where momentum is small or the last steps went far. Where weights are compared with others,
-    and do not stay, the kept ones are changed as the batch's change, without a limit (`carried`).
+    and are of other weights where momentum is small or the last steps went far.
     (Izmailov et al. 2018, arXiv 1803.05407, section 3.2, take a pass over the training data.)
 
     Args:
@@ -92,7 +80,7 @@ class BatchStatistics:
         """By what a window's probe batches show the layers of a model, which holds the last weights now."""
         model, optimizer = host
         passes = lambda: (probe.loss(model, batch) for batch in batches)  # noqa: E731
-        return cls(layers, passes, lambda: probe.evaluated(model, window, optimizer))
+        return cls(layers, passes, lambda: probe.evaluated(model, window, optimizer, kept_statistics=True))
 
     def limited(self) -> Statistics:
         """For the weights that the model holds now, within the limits of chance."""
@@ -103,19 +91,6 @@ class BatchStatistics:
             shift = ((mean - mean_then) / variance_then.sqrt()).nan_to_num(0.0).clamp(-widest, widest)
             factor = (variance / variance_then).log().nan_to_num(0.0).clamp(-(2**0.5) * widest, 2**0.5 * widest).exp()
             found[name] = (mean_now + shift * variance_now.sqrt(), variance_now * factor)
-        return Statistics(found)
-
-    def carried(self) -> Statistics:
-        """For the weights that the model holds now: the kept ones, changed as the batch's change with the weights.
-
-        Whatever sets the kept ones apart at the last weights stays: that they lag behind, dropout and augmentation in
-        training, and that they are not finite.
-        """
-        now, found = self._look(), {}
-        for name, (mean, variance) in self.last.layers.items():
-            (mean_then, variance_then), (mean_now, variance_now) = self._seen.layers[name], now.layers[name]
-            eps = self._layers[name].eps
-            found[name] = (mean + (mean_now - mean_then), variance * ((variance_now + eps) / (variance_then + eps)))
         return Statistics(found)
 
     @torch.no_grad()
@@ -157,7 +132,7 @@ class BatchStatistics:
         return Statistics({name: _mean(own) if own else self.last.layers[name] for name, own in found.items()})
 
     def _enters(self, name: str, layer: nn.Module, inputs: Sequence[Any], named: Mapping[str, Any]) -> None:
-        values = next((value for value in (*inputs, *named.values()) if isinstance(value, Tensor)), None)
+        values = first_of(inputs, named)
         layer.training = values is not None and values.numel() > values.shape[1]
         self._examples[name] += len(values) if values is not None else 0
 

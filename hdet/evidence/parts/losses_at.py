@@ -9,9 +9,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hdet.evidence.parts.batch_statistics import BatchStatistics, Statistics, following, statistics_of
+from hdet.evidence.parts.batch_statistics import BatchStatistics, Statistics, statistics_of
 from hdet.evidence.scene import Harvest, Scene
 from hdet.replicas import tensors
+from hdet.replicas.batch_norm import following
 
 Write = Callable[[Sequence[Tensor]], None]
 """Writes the weights of a point over the tensors that it is given, those of `Scene.moving` in one model."""
@@ -34,13 +35,13 @@ def losses_at(
     Every process calls every point, because that may take a collective, but writes and evaluates only those that fall
     to its own replicas.
 
-    Buffers are merged first, as they would be at the window's end: else BatchNorm's statistics, which follow each
-    replica's own data, would differ between points that are compared.
+    Buffers are merged first, as they would be at the window's end: else what follows each replica's own data would
+    differ between points that are compared.
 
     Args:
         kept: a copy of the first model's weights as they are, where there is one already.
         independent: no point looks at the models' weights, which are then put back after the last point only.
-        statistics: of BatchNorm layers, at all points; by default those of the last weights.
+        statistics: of BatchNorm layers, at all points; by default each point has those of each of its batches.
     """
     window, replicas, probe = harvest.window.index, scene.replicas, scene.probe
     replicas.mean_buffers(harvest.valid.tolist())
@@ -62,7 +63,13 @@ def losses_at(
                         scene, replica.host, kept if replica.host == 0 else None, statistics
                     )
                 aside[replica.host].write(write)
-                measured = probe.measure(replicas.hosts[replica.host][0], window, replica.optimizer, batches)
+                measured = probe.measure(
+                    replicas.hosts[replica.host][0],
+                    window,
+                    replica.optimizer,
+                    batches,
+                    kept_statistics=statistics is not None,
+                )
                 rows[row, number] = torch.zeros_like(measured) if idle else measured
     finally:
         _put_back(aside)
@@ -113,7 +120,7 @@ def statistics_of_average(
                     host, batches = scene.replicas.hosts[0], scene.probe.draw(window)
                     known.at_last = BatchStatistics.by_probe(layers, scene.probe, host, window, batches)
                 aside.write(lambda live: tensors.copy_(live, average))
-                known.averaged[stride] = known.at_last.carried()
+                known.averaged[stride] = known.at_last.limited()
             finally:
                 aside.put_back()
     return known.averaged[stride]

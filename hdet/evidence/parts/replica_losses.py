@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hdet.evidence.parts.batch_statistics import BatchStatistics, following, statistics_of
 from hdet.evidence.scene import Harvest, Scene
 from hdet.replicas import Replica, tensors
 from hdet.signals import Probe
@@ -37,16 +37,10 @@ class ReplicaLosses:
         return replicas.gather(torch.stack(rows))
 
     def _losses(self, replica: Replica, window: int, batches: Sequence[Any]) -> Tensor:
-        """[J] probe losses of a replica, with BatchNorm's statistics of the weights that are asked for."""
-        scene, probe, host = self._scene, self._scene.probe, replica.host
+        """[J] probe losses of a replica at the weights that are asked for."""
+        scene, host = self._scene, replica.host
         model = scene.replicas.hosts[host][0]
-        if not self._averages:
-            return probe.measure(model, window, replica.optimizer, batches)
-        layers = following(model)
-        at_last = BatchStatistics.by_probe(layers, probe, (model, replica.optimizer), window, batches)
-        with (
-            tensors.substituted(scene.moving.values(host), self._averages[host].mean()),
-            tensors.put_aside(statistics_of(model)),
-        ):
-            at_last.carried().put(model)
-            return probe.measure(model, window, replica.optimizer, batches)
+        average = self._averages[host].mean() if self._averages else None
+        elsewhere = nullcontext() if average is None else tensors.substituted(scene.moving.values(host), average)
+        with elsewhere:
+            return scene.probe.measure(model, window, replica.optimizer, batches)
