@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
 FEWEST = 8
 """Values of a channel below which a batch does not tell its own mean and variance: of two all outputs are -1 and 1."""
@@ -33,14 +34,15 @@ def by_each_batch(model: nn.Module) -> Iterator[None]:
 
     The kept ones lag some steps behind the weights (ten, by torch's momentum), so that of two points of a path they
     fit the one nearer to its beginning. Nothing is kept of the batches, and no rank waits for another (SyncBatchNorm).
-    A layer that sees fewer than `FEWEST` values a channel has its kept ones.
+    A layer that sees fewer than `FEWEST` values a channel has its kept ones, as has one that normalises by other means
+    than `F.batch_norm`.
     """
     hooks = [
         hook
         for layer in following(model).values()
         for hook in (
-            layer.register_forward_pre_hook(_lend, with_kwargs=True),
-            layer.register_forward_hook(partial(_take_back, (layer.running_mean, layer.running_var)), always_call=True),
+            layer.register_forward_pre_hook(_enter, prepend=True),
+            layer.register_forward_hook(_leave, always_call=True),
         )
     ]
     try:
@@ -52,22 +54,33 @@ def by_each_batch(model: nn.Module) -> Iterator[None]:
             hook.remove()
 
 
-@torch.no_grad()
-def _lend(layer: nn.Module, inputs: Sequence[Any], named: Mapping[str, Any]) -> None:
-    """By lending statistics, not by training mode: subclasses then evaluate as they do, and SyncBatchNorm waits not."""
-    assert isinstance(layer, _BatchNorm)
-    assert layer.running_var is not None
-    values = first_of(inputs, named)
-    if values is not None and values.numel() >= FEWEST * values.shape[1]:
+class _ByBatch(TorchFunctionMode):
+    """`F.batch_norm` in evaluation has the mean and variance of its input.
+
+    Not by training mode: layers then evaluate as they do, whatever they make of their input first, and SyncBatchNorm
+    waits for no rank.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return (_normalised if func is F.batch_norm else func)(*args, **(kwargs or {}))
+
+
+def _normalised(values: Tensor, mean: Tensor | None, variance: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
+    if not kwargs["training"] and variance is not None and values.numel() >= FEWEST * values.shape[1]:
         over = [dim for dim in range(values.dim()) if dim != 1]
-        layer.running_var, layer.running_mean = torch.var_mean(values.to(layer.running_var.dtype), over, correction=0)
+        with torch.no_grad():
+            variance, mean = torch.var_mean(values.to(variance.dtype), over, correction=0)
+    return F.batch_norm(values, mean, variance, *args, **kwargs)
 
 
-def _take_back(kept: Sequence[Tensor | None], layer: nn.Module, inputs: object, output: object) -> None:
-    assert isinstance(layer, _BatchNorm)
-    layer.running_mean, layer.running_var = kept
+_BY_BATCH = _ByBatch()
 
 
-def first_of(inputs: Sequence[Any], named: Mapping[str, Any]) -> Tensor | None:
-    """What a layer was called with."""
-    return next((value for value in (*inputs, *named.values()) if isinstance(value, Tensor)), None)
+def _enter(layer: nn.Module, inputs: object) -> None:
+    _BY_BATCH.__enter__()
+
+
+def _leave(layer: nn.Module, inputs: object, output: object) -> None:
+    _BY_BATCH.__exit__(None, None, None)

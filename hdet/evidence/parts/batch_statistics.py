@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from hdet.replicas import tensors
-from hdet.replicas.batch_norm import first_of, keeping
+from hdet.replicas.batch_norm import keeping
 from hdet.signals import Probe
 
 CHANCE = 2.0
@@ -132,7 +132,7 @@ class BatchStatistics:
         return Statistics({name: _mean(own) if own else self.last.layers[name] for name, own in found.items()})
 
     def _enters(self, name: str, layer: nn.Module, inputs: Sequence[Any], named: Mapping[str, Any]) -> None:
-        values = first_of(inputs, named)
+        values = next((value for value in (*inputs, *named.values()) if isinstance(value, Tensor)), None)
         layer.training = values is not None and values.numel() > values.shape[1]
         self._examples[name] += len(values) if values is not None else 0
 
