@@ -68,10 +68,9 @@ class _ByBatch(TorchFunctionMode):
 
 
 def _normalised(values: Tensor, mean: Tensor | None, variance: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
-    if not kwargs["training"] and variance is not None and values.numel() >= FEWEST * values.shape[1]:
-        over = [dim for dim in range(values.dim()) if dim != 1]
-        with torch.no_grad():
-            variance, mean = torch.var_mean(values.to(variance.dtype), over, correction=0)
+    """Torch's own way, in which gradients go through the mean and variance."""
+    if values.numel() >= FEWEST * values.shape[1]:
+        mean, variance, kwargs["training"] = None, None, True
     return F.batch_norm(values, mean, variance, *args, **kwargs)
 
 

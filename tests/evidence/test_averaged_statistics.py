@@ -17,7 +17,7 @@ import hdet
 from hdet.controllers import Hold
 from hdet.evidence import Analytic, Divergent, GroupLines, Line, Recursion
 from hdet.evidence.parts.batch_statistics import BatchStatistics
-from hdet.replicas import tensors
+from hdet.replicas import gradients, tensors
 from hdet.replicas.batch_norm import by_each_batch, keeping
 from hdet.spreads import TwoLevel
 
@@ -192,6 +192,17 @@ def test_a_batch_of_few_values_has_the_kept_ones(values: int) -> None:
     own = nn.BatchNorm1d(3, track_running_stats=False)(inputs)
     assert torch.allclose(found, inputs, atol=1e-4) == (values == 7)
     assert torch.allclose(found, own, atol=1e-5) == (values == 8)
+
+
+def test_gradients_go_through_the_statistics_of_each_batch(problem: Any) -> None:
+    """As those of the loss that is measured do: the weights before a layer have no scale."""
+    model = problem.model(nn.BatchNorm1d(6))
+    probe = problem.probe()
+    with probe.evaluated(model, 0):
+        found = gradients.summed(model, (probe.loss(model, own) for own in probe.batches))
+    training = copy.deepcopy(model)
+    sum(probe.loss(training, own) for own in probe.batches).backward()
+    assert all(torch.allclose(own, p.grad, atol=1e-5) for own, p in zip(found, training.parameters(), strict=True))
 
 
 class ChannelsLast(nn.BatchNorm1d):
