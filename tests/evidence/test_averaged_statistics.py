@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import schedulefree
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
 
 import hdet
 from hdet.controllers import Hold
@@ -203,6 +205,17 @@ def test_gradients_go_through_the_statistics_of_each_batch(problem: Any) -> None
     training = copy.deepcopy(model)
     sum(probe.loss(training, own) for own in probe.batches).backward()
     assert all(torch.allclose(own, p.grad, atol=1e-5) for own, p in zip(found, training.parameters(), strict=True))
+
+
+def test_an_error_of_a_hook_of_the_users_is_told_and_nothing_is_left_in_force() -> None:
+    def refuse(layer: nn.Module, inputs: object) -> None:
+        raise KeyError("refused")
+
+    layer = nn.BatchNorm1d(3)
+    layer.register_forward_pre_hook(refuse)
+    with warnings.catch_warnings(action="error"), by_each_batch(layer), pytest.raises(KeyError, match="refused"):
+        layer(torch.randn(16, 3))
+    assert not _get_current_function_mode_stack()
 
 
 class ChannelsLast(nn.BatchNorm1d):
