@@ -78,8 +78,8 @@ _BY_BATCH = _ByBatch()
 
 
 def _enter(layer: nn.Module, inputs: object) -> None:
-    _BY_BATCH.__enter__()
+    _BY_BATCH.__enter__()  # type: ignore[no-untyped-call]
 
 
 def _leave(layer: nn.Module, inputs: object, output: object) -> None:
-    _BY_BATCH.__exit__(None, None, None)
+    _BY_BATCH.__exit__(None, None, None)  # type: ignore[no-untyped-call]
