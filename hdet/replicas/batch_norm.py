@@ -54,6 +54,24 @@ def by_each_batch(model: nn.Module) -> Iterator[None]:
             hook.remove()
 
 
+@contextmanager
+def copies_lent(model: nn.Module) -> Iterator[None]:
+    """Inside the block layers whose statistics follow the batches have copies of them.
+
+    A loss that has the model train writes these. Graphs that are still to go backward have the others, unwritten.
+    """
+    held = [(layer, dict(layer.named_buffers(recurse=False))) for layer in following(model).values()]
+    try:
+        for layer, buffers in held:
+            for name, buffer in buffers.items():
+                setattr(layer, name, buffer.clone())
+        yield
+    finally:
+        for layer, buffers in held:
+            for name, buffer in buffers.items():
+                setattr(layer, name, buffer)
+
+
 class _ByBatch(TorchFunctionMode):
     """`F.batch_norm` in evaluation has the mean and variance of its input.
 

@@ -15,13 +15,16 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from hdet.errors import ConfigError, StepError
-from hdet.replicas.batch_norm import by_each_batch
+from hdet.replicas.batch_norm import by_each_batch, copies_lent, following
 from hdet.replicas.generators import numbers_lent
 from hdet.replicas.random_numbers import accelerators_in_use
 from hdet.replicas.tensors import evaluating
 from hdet.replicas.written_buffers import Folding
 from hdet.signals.batches import drawn_batches, number_of, require_batches, shown
 from hdet.user_warning import warn
+
+LOOKS = (2, 4, 8, 16, 32)
+"""Windows in which the loss by each batch's statistics is compared with that by the kept ones."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -65,6 +68,7 @@ class Probe:
     _sizes: list[Any] = field(default_factory=list, init=False, compare=False)
     _written: list[bool] = field(default_factory=list, init=False, compare=False)
     _folds: list[bool] = field(default_factory=list, init=False, compare=False)
+    _looks: dict[int | str, Tensor] = field(default_factory=dict, init=False, compare=False)
     _ahead: dict[int, list[Any]] = field(default_factory=dict, init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -153,6 +157,18 @@ class Probe:
             StepError: the loss is neither 0- nor 1-dimensional, or there are fewer than 2 sub-batches.
         """
         batches = self.draw(window) if batches is None else batches
+        found = self._measured(model, window, optimizer, batches, kept_statistics)
+        if not kept_statistics and following(model):
+            self._looks.setdefault("first", found)
+            if window in LOOKS and window not in self._looks:  # once told, too: sharded, all ranks have to evaluate
+                with copies_lent(model):
+                    self._looks[window] = self._measured(model, window, optimizer, batches, True)
+                self._notice_unlike(found, self._looks[window])
+        return found
+
+    def _measured(
+        self, model: nn.Module, window: int, optimizer: Optimizer | None, batches: Sequence[Any], kept_statistics: bool
+    ) -> Tensor:
         versions = _versions(batches)
         with self.evaluated(model, window, optimizer, kept_statistics=kept_statistics):
             try:
@@ -169,6 +185,20 @@ class Probe:
         if _versions(batches) != versions:
             self._notice_written()
         return torch.cat(checked(losses)).detach().double()
+
+    def _notice_unlike(self, by_batch: Tensor, kept: Tensor) -> None:
+        """Say it once where normalising by its batches costs more than half of what was learned, and of the loss."""
+        above = by_batch - kept
+        usual = torch.stack([kept.mean(), self._looks["first"].mean() - kept.mean()]).abs().max()
+        proven = above.mean() > 3.0 * above.std() / len(above) ** 0.5
+        if proven and above.mean() > usual / 2 and "told" not in self._looks:
+            self._looks["told"] = above
+            warn(
+                f"the probe's loss is {float(by_batch.mean()):.3g} with BatchNorm's statistics of each of its batches, "
+                f"by which it is judged, and {float(kept.mean()):.3g} with those that training keeps: where its "
+                f"batches are sorted, as by class, or much smaller than those of training, shuffle them once, or make "
+                f"them larger"
+            )
 
     def _notice_written(self) -> None:
         """Say it once where an evaluation writes into batches: those of a list are the same in all windows."""

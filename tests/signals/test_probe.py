@@ -392,3 +392,41 @@ def test_batches_that_were_drawn_ahead_are_not_asked_for_again() -> None:
     probe.draw(0, ahead=True)
     assert probe.draw(1)[0][0] == 4.0
     assert probe.draw(0)[0][0] == 5.0, "others are not kept"
+
+
+@pytest.mark.parametrize("sort", [False, True])
+def test_batches_that_are_less_mixed_than_those_of_training_are_told_of_once(sort: bool) -> None:
+    """BatchNorm takes away what all examples of a batch have in common, and so what tells a class."""
+    torch.manual_seed(0)
+    labels = torch.arange(4).repeat(8) if not sort else torch.arange(4).repeat_interleave(8)
+    inputs = 3.0 * F.one_hot(labels, 4).float() + 0.5 * torch.randn(32, 4)
+    model = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    probe = hdet.Probe(
+        lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+        list(zip(inputs.split(8), labels.split(8), strict=True)),
+    )
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for step in range(100):
+            own = torch.randint(32, (16,))
+            F.cross_entropy(model(inputs[own]), labels[own]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % 10 == 0:
+                probe.measure(model, step // 10)
+    said = [str(one.message) for one in told if "by which it is judged" in str(one.message)]
+    assert len(said) == sort
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_batch_norms_statistics_are_as_they_were_in_all_windows(trains: bool, problem: Any) -> None:
+    """Of detectors, which return losses in train mode alone, too; and a graph that is held goes backward after."""
+    model = problem.model(nn.BatchNorm1d(6))
+    probe = Probe(lambda model, batch: problem.loss(model.train(trains), batch), problem.probe().batches)
+    held = problem.loss(model, problem.batch(0, 0))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for window in range(6):
+        probe.measure(model, window)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    held.backward()
