@@ -110,7 +110,7 @@ def train(options: argparse.Namespace) -> dict[str, float]:
     parts = options.micro_batches
     search = None
     if options.hdet:
-        size = min(options.batch, held_out) // 8
+        size = min(options.batch // parts, held_out // 8)  # as many as in a pass that trains: BatchNorm
 
         def sub_batches(window: int) -> list[tuple[Tensor, Tensor]]:
             chosen = torch.randperm(held_out, generator=torch.Generator().manual_seed(window))[: 8 * size]
