@@ -832,6 +832,28 @@ def test_without_torchruns_variables_the_way_in_is_told(monkeypatch: pytest.Monk
         pass
 
 
+@pytest.mark.parametrize(
+    ("name", "given", "bounds"),
+    [
+        ("WORLD_SIZE", "abc", "of at least 1"),
+        ("WORLD_SIZE", "-1", "of at least 1"),
+        ("RANK", "x", "from 0 to 1"),
+        ("RANK", "2", "from 0 to 1"),
+        ("LOCAL_RANK", "", "of at least 0"),
+        ("MASTER_PORT", "99999999", "from 0 to 65535"),
+    ],
+)
+def test_a_variable_of_torchrun_that_cannot_be_is_named(
+    monkeypatch: pytest.MonkeyPatch, name: str, given: str, bounds: str
+) -> None:
+    valid = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29871"}
+    for variable, value in {**valid, name: given}.items():
+        monkeypatch.setenv(variable, value)
+    said = f"^the environment variable {name} is '{given}', and should be a whole number {bounds};"
+    with pytest.raises(ConfigError, match=said), hdet.process_group(timeout=1.0):
+        pass
+
+
 def test_a_group_that_is_gone_is_told_of() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     group = Group(dist.group.WORLD)  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ from test_run_on_ranks import DECLARED
 import hdet
 from hdet.app import ending
 from hdet.app.run import Run, RunConfig, launching
-from hdet.errors import HdetError
+from hdet.errors import ConfigError, HdetError
 from hdet.replicas.distributed.lost_rank import LOST
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -81,6 +81,12 @@ def test_a_rank_that_a_signal_ends_is_named(capsys: pytest.CaptureFixture[str]) 
     processes, files = started("pass", "import os; os.kill(os.getpid(), 9)")
     assert launching._waited_for(processes, files) == 1
     assert "rank 1 was ended by signal 9" in capsys.readouterr().err
+
+
+def test_a_number_of_ranks_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "0")  # without RANK, too
+    with pytest.raises(ConfigError, match="the environment variable WORLD_SIZE is '0'"), launching.ranks("cpu"):
+        pass
 
 
 def test_a_full_disk_of_the_leader_is_an_error_of_hdet() -> None:

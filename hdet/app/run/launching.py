@@ -19,8 +19,8 @@ import torch.distributed as dist
 from hdet.app.ending import INTERRUPTED, TERMINATED, Terminated, ended_early, terminable
 from hdet.checkpoints import leader
 from hdet.errors import ConfigError, HdetError
-from hdet.replicas.distributed import process_group
 from hdet.replicas.distributed.lost_rank import LOST
+from hdet.replicas.distributed.process_group import environment_number, process_group
 from hdet.replicas.parallel import world
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ GOES_ON = "; --resume goes on from the end of the last window"
 def ranks(device: str) -> Iterator[None]:
     """The group of all ranks, where torchrun (or `launch`) has started this process as one of several."""
     end_with_launcher()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:
+    if environment_number("WORLD_SIZE", 1) > 1 and "RANK" in os.environ:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ends a rank at once: a collective that waits runs no handler
         with process_group("gloo" if torch.device(device).type == "cpu" else None):
             yield
@@ -70,7 +70,7 @@ def led(act: Callable[[], T]) -> T:
 
 def restarted() -> bool:
     """Whether torchrun has started these ranks again, after an attempt that failed."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    return environment_number("TORCHELASTIC_RESTART_COUNT", 0) > 0
 
 
 def shared_out(replicas: int, processes: int) -> int:

@@ -37,7 +37,7 @@ def process_group(backend: str | None = None, timeout: float = 600.0) -> Iterato
         timeout: seconds after which a rank that does not answer counts as lost.
 
     Raises:
-        ConfigError: torchrun's environment variables are missing.
+        ConfigError: torchrun's environment variables are missing, or cannot be.
         CheckpointError: at the block's end, a save in the background failed.
     """
     missing = [name for name in REQUIRED if name not in os.environ]
@@ -47,17 +47,19 @@ def process_group(backend: str | None = None, timeout: float = 600.0) -> Iterato
         )
     for module in ("torch._dynamo", "torch.distributed.fsdp"):
         import_module(module)
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = int(os.environ.get("LOCAL_RANK", "0"))
+    size = environment_number("WORLD_SIZE", 1)
+    rank = environment_number("RANK", 0, size - 1)
+    port = environment_number("MASTER_PORT", 0, 65535)
+    device = environment_number("LOCAL_RANK", 0)
     if backend is None:
-        own = torch.cuda.is_available() and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= torch.cuda.device_count()
+        own = torch.cuda.is_available() and environment_number("LOCAL_WORLD_SIZE", 1) <= torch.cuda.device_count()
         backend = "cpu:gloo,cuda:nccl" if own else "gloo"
     limit = timedelta(seconds=timeout)
     # torchrun's agent, or `hdet run --processes`, holds the store itself where it says so; else rank 0 does.
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = dist.TCPStore(  # type: ignore[attr-defined]
         os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
+        port,
         size,
         is_master=rank == 0 and not hosted,
         timeout=limit,
@@ -75,3 +77,23 @@ def process_group(backend: str | None = None, timeout: float = 600.0) -> Iterato
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def environment_number(name: str, least: int, most: int | None = None) -> int:
+    """The whole number in one of torchrun's environment variables; `least` where it is not set.
+
+    Raises:
+        ConfigError: it is no whole number from `least` to `most`.
+    """
+    given = os.environ.get(name, str(least))
+    try:
+        number = int(given)
+    except ValueError:
+        number = least - 1
+    if number < least or (most is not None and number > most):
+        bounds = f"from {least} to {most}" if most is not None else f"of at least {least}"
+        raise ConfigError(
+            f"the environment variable {name} is {given!r}, and should be a whole number {bounds}; torchrun sets it "
+            f"for ranks, and a process of its own needs none: unset it"
+        )
+    return number
