@@ -21,6 +21,10 @@ class OutputClosed(KeyboardInterrupt):
     """Nobody reads a command's output any more, as after `| head`: the command ends as by Ctrl-C."""
 
 
+class OutputFailed(KeyboardInterrupt):
+    """A command's output cannot be written to, as on a full disk; it ends as by Ctrl-C. Its argument says why."""
+
+
 @contextmanager
 def terminable() -> Iterator[None]:
     """A SIGTERM raises `Terminated` inside the block, unless it is handled already or this is no main thread."""
@@ -46,7 +50,11 @@ def ended_early(error: KeyboardInterrupt, more: str = "") -> int:
 
     Of an output that nobody reads nothing is said without `more`, as the system's own commands do it.
     """
-    kinds = {Terminated: ("terminated", TERMINATED), OutputClosed: ("nobody reads the output any more", UNREAD)}
+    kinds = {
+        Terminated: ("terminated", TERMINATED),
+        OutputClosed: ("nobody reads the output any more", UNREAD),
+        OutputFailed: (f"error: nothing more can be printed: {error}", FAILED),
+    }
     word, code = kinds.get(type(error), ("interrupted", INTERRUPTED))
     if more or code != UNREAD:
         print(f"{word}{more}", file=sys.stderr)

@@ -9,12 +9,15 @@ from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from hdet.app.ending import OutputClosed
+from hdet.app.ending import OutputClosed, OutputFailed
 from hdet.errors import ConfigError
 
 
 class _Output:
-    """An output whose writes raise `OutputClosed` where nobody reads them. In all else it is the given one."""
+    """An output whose writes raise `OutputClosed` where nobody reads them, else `OutputFailed` where they fail.
+
+    In all else it is the given one.
+    """
 
     def __init__(self, given: TextIO) -> None:
         self._given = given
@@ -23,30 +26,30 @@ class _Output:
         return getattr(self._given, name)
 
     def write(self, text: str) -> int:
-        with self._read():
+        with self._taken():
             return self._given.write(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        with self._read():
+        with self._taken():
             self._given.writelines(lines)
 
     def flush(self) -> None:
-        with self._read():
+        with self._taken():
             self._given.flush()
 
     @contextmanager
-    def _read(self) -> Iterator[None]:
+    def _taken(self) -> Iterator[None]:
         try:
             yield
-        except BrokenPipeError:
+        except OSError as error:
             if self._given is sys.__stdout__:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._given.fileno())  # for what Python writes as it ends
-            raise OutputClosed from None
+            raise (OutputClosed() if isinstance(error, BrokenPipeError) else OutputFailed(error)) from None
 
 
 @contextmanager
 def heard() -> Iterator[None]:
-    """What the block prints raises `OutputClosed` where nobody reads it; it is dropped where there is no output."""
+    """What the block prints raises what `_Output` says; it is dropped where there is no output."""
     with ExitStack() as stack:
         given = sys.stdout if sys.stdout is not None else stack.enter_context(open(os.devnull, "w"))
         output = _Output(given)

@@ -266,6 +266,23 @@ def test_a_command_whose_output_nobody_reads_ends_with_141(command: str, unbuffe
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has a device that is full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("command", ["knobs", "--help"])
+def test_an_output_that_does_not_fit_is_told_in_one_line(command: str, unbuffered: str) -> None:
+    with open("/dev/full", "wb") as output:
+        done = subprocess.run(
+            [sys.executable, "-m", "hdet", command],
+            stdout=output,
+            stderr=subprocess.PIPE,
+            check=False,
+            timeout=120,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        )
+    said = b"error: nothing more can be printed: [Errno 28] No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, said)
+
+
 @pytest.mark.parametrize("command", [["knobs"], ["watch", "--once"], ["report"]])
 def test_a_command_without_an_output_ends_well(
     command: list[str], over: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
