@@ -53,7 +53,8 @@ class Engine:
         seed: of the designs. The global RNG is never touched. (`Contrast(paired=True)` lends passes one of its own.)
         total_steps: the run's length; by default its schedules'. Without one the run is open-ended and
             `finish` must be called.
-        history: a path for one JSON line a window; `hdet.History(path)` for a run that may go on with an old file.
+        history: a path for one JSON line a window; `hdet.History(path)` for a run that may go on with an old file. Of
+            several ranks the first one's is written, and no other's.
         anchor: where the last converged point is kept: beside the model, or on the host.
         averages: where window-averaged weights are kept; see `hdet.replicas.average`.
         guard: goes back where training went wrong, such as `hdet.Rewind()`; needs a probe.

@@ -130,7 +130,8 @@ def attach(
             rises. By default 30 % of the run's steps, at most 300; 0, and a scheduler that has made steps already,
             leave the schedule as it is. A search that goes on has that of its checkpoint. Groups that have one rate
             together have the warm-up of the first.
-        history: a path for one JSON line a window; `hdet.History(path)` for a run that may go on with an old file.
+        history: a path for one JSON line a window; `hdet.History(path)` for a run that may go on with an old file. Of
+            several ranks the first one's is written, and no other's.
         seed: of what hdet draws: which levels a pass has, and the random numbers of passes that are compared.
         quiet: do not print what was chosen.
 
