@@ -211,6 +211,20 @@ def some(names: Sequence[str]) -> str:
     return shown + (f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else "")
 
 
+def briefly(value: object) -> str:
+    """What a message shows of a plain value in which lists may be long: the first of each, and how many more there are.
+
+    >>> briefly({"kind": "replay", "values": [0.5] * 100})
+    "{'kind': 'replay', 'values': [0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5 and 92 more]}"
+    """
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!r}: {briefly(own)}" for key, own in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        more = f" and {len(value) - MOST_NAMED} more" if len(value) > MOST_NAMED else ""
+        return "[" + ", ".join(map(briefly, value[:MOST_NAMED])) + more + "]"
+    return repr(value)
+
+
 def _refuse_bool(spec: type[Spec], name: str, value: bool) -> None:
     """YAML reads `yes` and `on` as true, which Python would take for 1."""
     held = _types_in(spec.model_fields[name].annotation)

@@ -25,7 +25,7 @@ from hdet.replicas import tensors
 from hdet.replicas.distributed import Ranks
 from hdet.replicas.distributed.fingerprint import fingerprint
 from hdet.replicas.distributed.lost_rank import translated
-from hdet.spec import some
+from hdet.spec import briefly, some
 from hdet.user_warning import warn
 
 
@@ -212,8 +212,8 @@ class Stateful:
         groups = [len(group["params"]) for group in self.engine.hosts[0][1].param_groups]
         if groups != control["sizes"]:
             raise CheckpointError(
-                f"the checkpoint's optimizer has parameter groups of {control['sizes']} parameters, this one of "
-                f"{groups}; make the optimizer alike to resume"
+                f"the checkpoint's optimizer has parameter groups of {briefly(control['sizes'])} parameters, this one "
+                f"of {briefly(groups)}; make the optimizer alike to resume"
             )
 
     def _starts(self) -> list[Start]:

@@ -20,6 +20,7 @@ from hdet.errors import CheckpointError
 from hdet.replicas import tensors
 from hdet.replicas.chained_optimizer import steps_by
 from hdet.replicas.made_state import made_state
+from hdet.spec import briefly
 
 STAND_IN_SIZES = (2, 3, 4, 5, 6, 7, 8)
 """Of a parameter that stands in for another in its number of dimensions: different, to tell them apart."""
@@ -176,8 +177,8 @@ def _require_optimizer(place: str, optimizer: Optimizer, saved: Mapping[str, Any
     theirs = [len(group["params"]) if isinstance(group.get("params"), list) else None for group in written]
     if counts != theirs:
         raise CheckpointError(
-            f"the checkpoint's optimizer has parameter groups of {theirs} parameters, this one of {counts} ({place}); "
-            f"build the optimizer as it was"
+            f"the checkpoint's optimizer has parameter groups of {briefly(theirs)} parameters, this one of "
+            f"{briefly(counts)} ({place}); build the optimizer as it was"
         )
     known: dict[tuple[int, int, torch.dtype], dict[str, Any] | None] = {}
     for number, (group, kept) in enumerate(zip(groups, written, strict=True)):

@@ -471,6 +471,24 @@ def test_foreign_states_are_refused(straight: Any, problem: Any, refused: Any) -
     refused(build(problem, evidence=hdet.evidence.Divergent()), state, "evidence=")
 
 
+def test_of_long_lists_a_refusal_shows_the_beginning() -> None:
+    def engine(rate: float, *, split: bool = False) -> Engine:
+        model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(20)))
+        parameters: Any = [{"params": [p]} for p in model.parameters()] if split else model.parameters()
+        knob = hdet.LearningRate(schedule=hdet.schedules.Replay([rate] * 300))
+        home = hdet.replicate(model, torch.optim.SGD(parameters, lr=1.0), n=2)
+        return Engine(home, [knob], window=5, total_steps=300)
+
+    state = engine(0.5).state_dict()
+    with pytest.raises(
+        CheckpointError, match=r"'values': \[0.5,.* 292 more\]} of .*\[0.25,.* 292 more\]}; declare"
+    ) as told:
+        engine(0.25).load_state_dict(state)
+    assert len(str(told.value)) < 700
+    with pytest.raises(CheckpointError, match=r"groups of \[40\] parameters, this one of \[(1, ){7}1 and 32 more\] \("):
+        engine(0.5, split=True).load_state_dict(state)
+
+
 def test_other_knobs_are_refused(straight: Any, problem: Any, refused: Any) -> None:
     model = problem.model(nn.BatchNorm1d(6))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
