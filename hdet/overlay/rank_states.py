@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -50,7 +53,7 @@ class AllRanks:
         own = {"whole": state} if self._sharded else _own(state)
         # To processes that have other devices.
         sent = mapped(own, lambda value: value.cpu() if hasattr(value, "cpu") else value)
-        with translated("gathering a search's state"):
+        with translated("gathering a search's state"), _foreign_meshes():
             dist.all_gather_object(gathered, sent, group=self._group)
         return {**({} if self._sharded else state), "ranks": gathered}
 
@@ -70,6 +73,24 @@ class AllRanks:
             whole: State = mine["whole"]
             return whole
         return _with(state, mine) if alike else state
+
+
+@contextmanager
+def _foreign_meshes() -> Iterator[None]:
+    """Sharded tensors of other ranks name groups that are not here, of which torch warns for each.
+
+    Nobody asks for these groups: a load puts what is this rank's into the model's own mesh.
+    """
+
+    def others(record: logging.LogRecord) -> bool:
+        return "pickling/unpickling of the DeviceMesh" not in record.getMessage()
+
+    logger = logging.getLogger("torch.distributed.device_mesh")
+    logger.addFilter(others)
+    try:
+        yield
+    finally:
+        logger.removeFilter(others)
 
 
 def _own(state: State) -> State:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -754,15 +755,17 @@ def among_other_groups(path: str, saved_at: int, others: int) -> Found:
     model = hsdp(network())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, foreach=False)
     search = attach(model, optimizer, micro_batches=1)
+    said: list[Any] = []
     if others:
         search.all_ranks.load_state_dict(torch.load(path, weights_only=True))
     else:
         loop(model, optimizer, search, 1, quiet=False, alike=False, steps=range(saved_at))
-        state = search.all_ranks.state_dict()
+        with patch.object(logging.getLogger("torch.distributed.device_mesh"), "callHandlers", said.append):
+            state = search.all_ranks.state_dict()
         if dist.get_rank() == 0:
             torch.save(state, path)
     held = [full(value) for value in flat(search.state_dict(), "/").values() if hasattr(value, "full_tensor")]
-    return {"ends": ends(model, optimizer), "held": held}
+    return {"ends": ends(model, optimizer), "held": held, "said": list(map(str, said))}
 
 
 def part_of_another_rank() -> str:

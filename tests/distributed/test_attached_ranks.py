@@ -303,6 +303,7 @@ def test_a_state_on_a_mesh_is_gone_on_with_where_groups_have_other_names(
     saved = launch(attached.among_other_groups, 4, path, saved_at, 0)
     found = launch(attached.among_other_groups, 4, path, saved_at, 3)
     assert saved[0]["held"]
+    assert all(rank["said"] == [] for rank in saved), "what torch says of each tensor of other ranks"
     assert_same(found, saved)
 
 
