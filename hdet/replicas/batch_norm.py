@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -52,6 +54,8 @@ def by_each_batch(model: nn.Module) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+        while _PASSES[get_ident()]:  # torch calls no hook after an interrupt, with `always_call` either
+            _leave(model, None, None)
 
 
 @contextmanager
@@ -94,10 +98,17 @@ def _normalised(values: Tensor, mean: Tensor | None, variance: Tensor | None, *a
 
 _BY_BATCH = _ByBatch()
 
+_PASSES: Counter[int] = Counter()
+"""By thread how many layers' passes have the mode in force."""
+
 
 def _enter(layer: nn.Module, inputs: object) -> None:
     _BY_BATCH.__enter__()  # type: ignore[no-untyped-call]
+    _PASSES[get_ident()] += 1
 
 
 def _leave(layer: nn.Module, inputs: object, output: object) -> None:
-    _BY_BATCH.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    """Not where an error came before `_enter`, as one of a hook of all modules does."""
+    if _PASSES[get_ident()]:
+        _PASSES[get_ident()] -= 1
+        _BY_BATCH.__exit__(None, None, None)  # type: ignore[no-untyped-call]

@@ -13,6 +13,7 @@ import pytest
 import schedulefree
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 import hdet
 from hdet.controllers import Hold
@@ -216,6 +217,37 @@ def test_an_error_of_a_hook_of_the_users_is_told_and_nothing_is_left_in_force() 
         layer(torch.randn(16, 3))
     other, inputs = nn.BatchNorm1d(3).eval(), torch.randn(16, 3)
     assert torch.allclose(other(inputs), inputs, atol=1e-4)  # by what it keeps, as ever
+
+
+class Interrupted(nn.BatchNorm1d):
+    def forward(self, input: Tensor) -> Tensor:
+        raise KeyboardInterrupt
+
+
+def test_after_an_interrupt_layers_keep_statistics_of_their_batches_as_ever() -> None:
+    """Torch calls no hook of a pass that Ctrl-C ends."""
+    model = nn.Sequential(nn.Linear(3, 3), Interrupted(3))
+    probe = hdet.Probe(lambda model, x: model(x).square().mean(), [torch.randn(16, 3) for _ in range(2)])
+    with pytest.raises(KeyboardInterrupt):
+        probe.measure(model, 0)
+    layer = nn.BatchNorm1d(3)
+    layer(1.0 + torch.randn(16, 3))
+    assert layer.running_mean.all()
+
+
+def test_a_hook_of_all_modules_that_raises_leaves_a_mode_of_the_users_in_force() -> None:
+    def refuse(layer: nn.Module, inputs: object) -> None:
+        raise KeyError("refused")
+
+    layer = nn.BatchNorm1d(3)
+    hook = register_module_forward_pre_hook(refuse)
+    try:
+        with torch.device("meta"):
+            with by_each_batch(layer), pytest.raises(KeyError, match="refused"):
+                layer(torch.zeros(16, 3))
+            assert torch.zeros(1).is_meta
+    finally:
+        hook.remove()
 
 
 class ChannelsLast(nn.BatchNorm1d):
