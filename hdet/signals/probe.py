@@ -159,8 +159,10 @@ class Probe:
         batches = self.draw(window) if batches is None else batches
         found = self._measured(model, window, optimizer, batches, kept_statistics)
         if not kept_statistics and following(model):
-            self._looks.setdefault("first", found)
-            if window in LOOKS and window not in self._looks:  # once told, too: sharded, all ranks have to evaluate
+            if window < LOOKS[0]:
+                self._looks.setdefault("first", found)
+            # Resumed, it is not known what was learned. Once told, too: sharded, all ranks have to evaluate.
+            elif "first" in self._looks and window in LOOKS and window not in self._looks:
                 with copies_lent(model):
                     self._looks[window] = self._measured(model, window, optimizer, batches, True)
                 self._notice_unlike(found, self._looks[window])

@@ -419,6 +419,16 @@ def test_batches_that_are_less_mixed_than_those_of_training_are_told_of_once(sor
     assert len(said) == sort
 
 
+@pytest.mark.parametrize("first", [0, 3])
+def test_of_a_search_that_goes_on_it_is_not_known_what_was_learned(first: int) -> None:
+    """So it does not warn where it would not have in one sitting."""
+    layer, window = nn.BatchNorm1d(1), first
+    probe = Probe(lambda model, x: (0.7 if window else 2.0) - 0.3 * model(x).mean(), [1.0 + torch.randn(16, 1)] * 2)
+    with warnings.catch_warnings(action="error"):
+        for window in range(first, 9):
+            probe.measure(layer, window)
+
+
 @pytest.mark.parametrize("trains", [False, True])
 def test_batch_norms_statistics_are_as_they_were_in_all_windows(trains: bool, problem: Any) -> None:
     """Of detectors, which return losses in train mode alone, too; and a graph that is held goes backward after."""
