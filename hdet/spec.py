@@ -211,17 +211,28 @@ def some(names: Sequence[str]) -> str:
     return shown + (f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else "")
 
 
-def briefly(value: object) -> str:
+def briefly(value: object, beside: object = None) -> str:
     """What a message shows of a plain value in which lists may be long: the first of each, and how many more there are.
+
+    Args:
+        beside: what it is compared with; of a list that differs from that further on, what it has from there.
 
     >>> briefly({"kind": "replay", "values": [0.5] * 100})
     "{'kind': 'replay', 'values': [0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5 and 92 more]}"
+    >>> briefly([0.5] * 98 + [0.25, 0.0], [0.5] * 100)
+    '[98 alike, 0.25, 0.0]'
     """
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key!r}: {briefly(own)}" for key, own in value.items()) + "}"
+        others = beside if isinstance(beside, Mapping) else {}
+        return "{" + ", ".join(f"{key!r}: {briefly(own, others.get(key))}" for key, own in value.items()) + "}"
     if isinstance(value, (list, tuple)):
-        more = f" and {len(value) - MOST_NAMED} more" if len(value) > MOST_NAMED else ""
-        return "[" + ", ".join(map(briefly, value[:MOST_NAMED])) + more + "]"
+        pairs: Iterable[Any] = zip(value, beside, strict=False) if isinstance(beside, (list, tuple)) else ()
+        differ = next((number for number, (own, other) in enumerate(pairs) if own != other), 0)
+        start = differ if differ >= MOST_NAMED else 0
+        before = f"{start} alike, " if start else ""
+        left = len(value) - start - MOST_NAMED
+        more = f" and {left} more" if left > 0 else ""
+        return f"[{before}{', '.join(map(briefly, value[start : start + MOST_NAMED]))}{more}]"
     return repr(value)
 
 

@@ -212,8 +212,8 @@ class Stateful:
         groups = [len(group["params"]) for group in self.engine.hosts[0][1].param_groups]
         if groups != control["sizes"]:
             raise CheckpointError(
-                f"the checkpoint's optimizer has parameter groups of {briefly(control['sizes'])} parameters, this one "
-                f"of {briefly(groups)}; make the optimizer alike to resume"
+                f"the checkpoint's optimizer has parameter groups of {briefly(control['sizes'], groups)} parameters, "
+                f"this one of {briefly(groups, control['sizes'])}; make the optimizer alike to resume"
             )
 
     def _starts(self) -> list[Start]:

@@ -177,8 +177,8 @@ def _require_optimizer(place: str, optimizer: Optimizer, saved: Mapping[str, Any
     theirs = [len(group["params"]) if isinstance(group.get("params"), list) else None for group in written]
     if counts != theirs:
         raise CheckpointError(
-            f"the checkpoint's optimizer has parameter groups of {briefly(theirs)} parameters, this one of "
-            f"{briefly(counts)} ({place}); build the optimizer as it was"
+            f"the checkpoint's optimizer has parameter groups of {briefly(theirs, counts)} parameters, this one of "
+            f"{briefly(counts, theirs)} ({place}); build the optimizer as it was"
         )
     known: dict[tuple[int, int, torch.dtype], dict[str, Any] | None] = {}
     for number, (group, kept) in enumerate(zip(groups, written, strict=True)):

@@ -355,8 +355,8 @@ def check(cycle: Cycle, state: Mapping[str, Any]) -> None:
                 _refuse_schedules(saved.get(field), own[field])
             way_out = f"; {ANOTHER_LENGTH}" if field == "total_steps" else ""
             raise CheckpointError(
-                f"the checkpoint was written with {field}={briefly(saved.get(field))}, this engine has "
-                f"{briefly(own[field])}; declare the same to resume{way_out}"
+                f"the checkpoint was written with {field}={briefly(saved.get(field), own[field])}, this engine has "
+                f"{briefly(own[field], saved.get(field))}; declare the same to resume{way_out}"
             )
 
 
@@ -396,10 +396,10 @@ def _refuse_schedules(saved: object, own: dict[str, Any]) -> None:
     name = next((n for n in own if not isinstance(saved, Mapping) or saved.get(n) != own[n]), "")
     told = saved.get(name) if isinstance(saved, Mapping) else None
     raise CheckpointError(
-        f"the checkpoint was written with the schedule {briefly(told)} of {name!r}, this engine has "
-        f"{briefly(own[name])}; declare the same to resume. Where the peak is read off the optimizer, make the engine "
-        f"before the optimizer's own state is loaded, which holds the rate of that moment, or give schedule=; where "
-        f"only the warm-up is other, give warmup_steps=; {ANOTHER_LENGTH}"
+        f"the checkpoint was written with the schedule {briefly(told, own[name])} of {name!r}, this engine has "
+        f"{briefly(own[name], told)}; declare the same to resume. Where the peak is read off the optimizer, make "
+        f"the engine before the optimizer's own state is loaded, which holds the rate of that moment, or give "
+        f"schedule=; where only the warm-up is other, give warmup_steps=; {ANOTHER_LENGTH}"
     )
 
 

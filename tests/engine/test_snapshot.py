@@ -485,6 +485,11 @@ def test_of_long_lists_a_refusal_shows_the_beginning() -> None:
     ) as told:
         engine(0.25).load_state_dict(state)
     assert len(str(told.value)) < 700
+    later = nn.Linear(1, 1)
+    knob = hdet.LearningRate(schedule=hdet.schedules.Replay([0.5] * 299 + [0.25]))
+    home = hdet.replicate(later, torch.optim.SGD(later.parameters(), lr=1.0), n=2)
+    with pytest.raises(CheckpointError, match=r"\[299 alike, 0.5\]} of .*\[299 alike, 0.25\]}; declare"):
+        Engine(home, [knob], window=5, total_steps=300).load_state_dict(state)
     with pytest.raises(CheckpointError, match=r"groups of \[40\] parameters, this one of \[(1, ){7}1 and 32 more\] \("):
         engine(0.5, split=True).load_state_dict(state)
 
