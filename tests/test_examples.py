@@ -152,14 +152,7 @@ def test_a_cifar_batch_that_names_other_code_is_refused(tmp_path: Path) -> None:
         loaded("cifar_resnet.py")["read"](tmp_path, ["test_batch"])
 
 
-@pytest.mark.parametrize(
-    "extra",
-    [
-        ["--schedule=one_cycle"],
-        ["--schedule=cosine", "--hdet", "--window=2"],
-        ["--schedule=cosine", "--hdet", "--window=2", "--batch=4"],
-    ],
-)
+@pytest.mark.parametrize("extra", [["--schedule=one_cycle"], ["--schedule=cosine", "--hdet", "--window=2"]])
 def test_wikitext_is_read_in_its_own_format_and_trained_on(extra: list[str], tmp_path: Path) -> None:
     for split in ("train", "valid", "test"):
         (tmp_path / f"wiki.{split}.tokens").write_text(" \n = A title = \n \n A sentence , of <unk> words . \n" * 9)
