@@ -171,6 +171,7 @@ class Probe:
     def _measured(
         self, model: nn.Module, window: int, optimizer: Optimizer | None, batches: Sequence[Any], kept_statistics: bool
     ) -> Tensor:
+        """[J] losses, as `measure` gives them."""
         versions = _versions(batches)
         with self.evaluated(model, window, optimizer, kept_statistics=kept_statistics):
             try:

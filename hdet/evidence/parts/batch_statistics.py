@@ -1,4 +1,4 @@
-"""Batch statistics of weights that were not trained at, such as a mean of weights or a point of a line."""
+"""Batch statistics of weights that were not trained at, such as a mean of weights."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class BatchStatistics:
 
     A mean of weights has activations of less variance than the weights had, so that the mean of their statistics is
     not its own. A held-out batch has its own there, but for what it has by chance; and that shows at the last weights,
-    whose statistics are known. So a layer's mean is the batch's, plus by how much the kept one lies above
+    whose statistics are known. So (`limited`) a layer's mean is the batch's, plus by how much the kept one lies above
     the batch's at the last weights, and its variance the batch's, times their ratio there. Differences of more than
     `CHANCE` standard errors, of as many values as the batch has examples, count as that: kept statistics lag behind,
     and are of other weights where momentum is small or the last steps went far.
