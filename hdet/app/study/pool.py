@@ -8,11 +8,14 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
+
+from hdet.errors import HdetError
 
 T = TypeVar("T")
 
@@ -43,26 +46,43 @@ def several(
         for place, arguments in enumerate(work):
             yield place, function(*arguments)
         return
-    # Spawned, not forked: a forked child inherits torch's thread pool in whatever state it is.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(jobs, len(work)) or 1, mp_context=context, initializer=_begin) as pool:
-        with _deaf():
-            places = {pool.submit(function, *arguments): place for place, arguments in enumerate(work)}
+    waiting = iter(enumerate(work))
+    running: dict[Future[T], tuple[int, ProcessPoolExecutor | None]] = {}
+    with ExitStack() as pools:
+
+        def begin(pool: ProcessPoolExecutor | None = None) -> None:
+            """Let a pool take the next piece that waits, if one does."""
+            place, arguments = next(waiting, (None, ()))
+            if place is not None:
+                pool = pool or pools.enter_context(_worker())
+                with _deaf():
+                    running[pool.submit(function, *arguments)] = place, pool
+
         try:
-            for future in as_completed(places):
-                error = future.exception()
-                if error is not None and not isinstance(error, Exception):
-                    raise error
-                yield places[future], future.result() if error is None else error
+            for _ in range(jobs):
+                begin()
+            while running:
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    place, pool = running.pop(future)
+                    error = future.exception()
+                    if isinstance(error, BrokenProcessPool):
+                        pool, error = None, HdetError("its process died, as one that the system kills for memory")
+                    begin(pool)
+                    if error is not None and not isinstance(error, Exception):
+                        raise error
+                    yield place, future.result() if error is None else error
         except KeyboardInterrupt:
-            # The pool breaks by that and ends every future, which must not have been cancelled.
-            for worker in multiprocessing.active_children():
+            for worker in multiprocessing.active_children():  # the pools break by that, and end their futures
                 worker.terminate()
             raise
-        except BaseException:
-            for future in places:
-                future.cancel()
-            raise
+
+
+def _worker() -> ProcessPoolExecutor:
+    """A pool of one process: where that is killed, those of other pieces go on.
+
+    Spawned, not forked: a forked child inherits torch's thread pool in whatever state it is.
+    """
+    return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=_begin)
 
 
 @contextmanager

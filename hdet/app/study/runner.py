@@ -62,7 +62,9 @@ def run(folder: StudyFolder, cells: Sequence[Cell], *, jobs: int = 1) -> Iterato
     configs = [cell.config.to_dict() if cell.config is not None else None for cell in todo]
     work = [(config, cell.command, str(folder.cell(cell))) for config, cell in zip(configs, todo, strict=True)]
     for place, result in several(run_cell, work, jobs=jobs):
-        yield todo[place], f"{type(result).__name__}: {result}" if isinstance(result, Exception) else result
+        if isinstance(result, Exception):
+            result = str(result) if isinstance(result, HdetError) else f"{type(result).__name__}: {result}"
+        yield todo[place], result
 
 
 def run_cell(config: dict[str, Any] | None, command: tuple[str, ...] | None, out: str) -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import signal
 import threading
 import time
 from typing import Any
@@ -23,3 +25,11 @@ def test_an_interrupt_beside_work_that_waits_leaves_no_thread_with_an_error(
     with pytest.raises(KeyboardInterrupt):
         results.throw(KeyboardInterrupt)  # type: ignore[attr-defined]
     assert not seen
+
+
+def test_a_worker_that_is_killed_takes_nothing_but_its_own_piece_with_it() -> None:
+    work = [(divmod, 7, 2), (signal.raise_signal, signal.SIGKILL), *[(divmod, 9, i) for i in range(4)]]
+    results = dict(several(operator.call, work, jobs=2))
+    assert [results[place] for place in (0, 3, 4, 5)] == [(3, 1), (9, 0), (4, 1), (3, 0)]
+    assert str(results[1]) == "its process died, as one that the system kills for memory"
+    assert isinstance(results[2], ZeroDivisionError)
