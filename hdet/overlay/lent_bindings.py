@@ -18,7 +18,7 @@ from hdet.hparams.bound_knob import BoundKnob
 from hdet.hparams.knob import Knob
 from hdet.hparams.space import Space
 from hdet.overlay.split_groups import SplitGroups, taken_out
-from hdet.overlay.told_schedule import Course, Told
+from hdet.overlay.told_schedule import Told
 
 
 @dataclass
@@ -93,12 +93,6 @@ class LentGroups(GroupBinding):
         return max(self.indices)
 
     @cached_property
-    def _course(self) -> tuple[Course, int]:
-        """What is told, and the place in it that the value is relative to."""
-        assert self.told is not None
-        return self.told.course, self.told.group
-
-    @cached_property
     def _of_theirs(self) -> Sequence[int]:
         """By index, the places of the groups that are told of."""
         return self.indices if self.owners is None else [self.owners[index] for index in self.indices]
@@ -140,9 +134,8 @@ class LentGroups(GroupBinding):
             self.hand.put = [group[key] if item is None else group[key][item] for group in groups]
             return
         assert self.step is not None
-        course, place_of_told = self._course
-        row = course.at(self.step())
-        reference = row[place_of_told]
+        row = self.told.course.at(self.step())
+        reference = row[self.told.group]
         stays = value == reference == 0.0  # which only a shift moves
         put: list[Any] = []
         for group, place, theirs in zip(groups, self._of_theirs, self.hand.theirs, strict=True):
