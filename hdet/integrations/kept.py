@@ -64,14 +64,14 @@ def _put_back(entries: dict[Any, Any], held: dict[Any, Any]) -> None:
         entries[key] = value
 
 
-def put_in(owner: object, **methods: Callable[..., Any]) -> Callable[[], None]:
-    """Put functions in the place of an object's methods, and return what undoes it."""
+def put_in(owner: object, **values: Any) -> Callable[[], None]:
+    """Put functions in the place of an object's methods, or other values of attributes; return what undoes it."""
     own = vars(owner)
-    before = {name: own[name] for name in methods if name in own}
-    own.update(methods)
+    before = {name: own[name] for name in values if name in own}
+    own.update(values)
 
     def undo() -> None:
-        for name in methods:
+        for name in values:
             own.pop(name, None)
         own.update(before)
 
@@ -79,9 +79,9 @@ def put_in(owner: object, **methods: Callable[..., Any]) -> Callable[[], None]:
 
 
 @contextmanager
-def standing_in(owner: object, **methods: Callable[..., Any]) -> Iterator[None]:
-    """Functions in the place of an object's methods, within the block."""
-    undo = put_in(owner, **methods)
+def standing_in(owner: object, **values: Any) -> Iterator[None]:
+    """The same within the block."""
+    undo = put_in(owner, **values)
     try:
         yield
     finally:

@@ -35,6 +35,7 @@ except ImportError:
     raise MissingExtraError("lightning", "lightning") from None
 
 from hdet.hparams.param_groups import ids_of
+from hdet.integrations.kept import standing_in
 from hdet.integrations.lightning_probe import judge
 
 OPTIONS = frozenset(inspect.signature(attach).parameters) - {"model", "optimizer", "probe"}
@@ -332,11 +333,8 @@ def _accumulated(trainer: Trainer) -> list[int]:
 
 def _estimated(trainer: Trainer) -> float:
     """The Trainer's own count of its steps, by the accumulation that it is told of as an epoch begins."""
-    before, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, _accumulated(trainer)[0]
-    try:
+    with standing_in(trainer, accumulate_grad_batches=_accumulated(trainer)[0]):
         return trainer.estimated_stepping_batches
-    finally:
-        trainer.accumulate_grad_batches = before
 
 
 def _steps_of_epoch(trainer: Trainer) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
 from typing import Any
 
@@ -89,15 +89,9 @@ def _step(module: LightningModule, batch: Any, index: int) -> Any:
     return step(batch, *numbers)
 
 
-@contextmanager
-def _validating(trainer: Trainer) -> Iterator[None]:
+def _validating(trainer: Trainer) -> AbstractContextManager[None]:
     """A module may ask the Trainer what it does, as to augment what it trains on alone."""
-    state: Any = trainer.state
-    before, state.stage = state.stage, RunningStage.VALIDATING
-    try:
-        yield
-    finally:
-        state.stage = before
+    return standing_in(trainer.state, stage=RunningStage.VALIDATING)
 
 
 def _first(loader: Iterable[Any]) -> list[Any]:

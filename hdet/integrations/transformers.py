@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -226,7 +225,7 @@ def probe_of(trainer: Trainer, data: Any, sub_batch_size: int | None = None) -> 
     sample, loss = _judged(trainer, data, sub_batch_size, "probe")
 
     def without_smoothing(model: nn.Module, batch: Any) -> Tensor:
-        with _unsmoothed(trainer):
+        with standing_in(trainer, label_smoother=None):  # smoothed labels train; settings are judged without them
             return loss(model, batch)
 
     return Probe(without_smoothing, sample)
@@ -293,7 +292,8 @@ def _judged(
         # A subclass may gather metrics there, as TRL's do.
         with (
             values_kept(trainer, private=True),
-            _by_itself(trainer),
+            # Items are counted in this process alone: all of them judge by the same ones, each when it comes to it.
+            standing_in(trainer.args, average_tokens_across_devices=False),
             standing_in(trainer, log=lambda *_, **__: None),  # what a loss logs is of training
             trainer.compute_loss_context_manager(),
         ):
@@ -304,31 +304,10 @@ def _judged(
     return sample, loss
 
 
-@contextmanager
-def _unsmoothed(trainer: Trainer) -> Iterator[None]:
-    """Smoothed labels train; settings are judged without them."""
-    smoother, trainer.label_smoother = trainer.label_smoother, None
-    try:
-        yield
-    finally:
-        trainer.label_smoother = smoother
-
-
 def _divides(trainer: Trainer) -> bool:
     """Whether somebody's own loss may divide by a batch's items itself; a model's is their mean if told no number."""
     method = getattr(trainer.compute_loss, "__func__", None)  # what is set on the instance need not be one
     return trainer.compute_loss_func is not None or method is not Trainer.compute_loss
-
-
-@contextmanager
-def _by_itself(trainer: Trainer) -> Iterator[None]:
-    """Items are counted in this process alone: all of them judge by the same ones, each when it comes to it."""
-    args, averaged = trainer.args, trainer.args.average_tokens_across_devices
-    args.average_tokens_across_devices = False
-    try:
-        yield
-    finally:
-        args.average_tokens_across_devices = averaged
 
 
 def _calling() -> tuple[Trainer, str | None]:
