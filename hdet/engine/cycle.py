@@ -344,7 +344,7 @@ class Cycle:
             if went_back is not None:
                 faults.append(went_back.fault)
                 reasons = _with_guard(reasons, went_back.moves, went_back.fault["kind"])
-                moves = _sum(moves, went_back.moves)
+                moves = {name: move + went_back.moves[name] for name, move in moves.items()}
             elif self.tail is not None and self.tail.covers(window.start):
                 ended = self._follow_tail(self.tail, harvest)
         else:
@@ -613,10 +613,6 @@ def _has(collector: Collector, hook: str) -> bool:
 def _by_buffers(faults: Iterable[Mapping[str, Any]]) -> bool:
     """Whether only buffers were not finite, which a batch makes so more often than a step: losses and weights were."""
     return {fault["where"] for fault in faults if "where" in fault} == {"buffers"}
-
-
-def _sum(moves: dict[str, float], more: dict[str, float]) -> dict[str, float]:
-    return {name: move + more[name] for name, move in moves.items()}
 
 
 def _with_guard(reasons: dict[str, dict[str, str]], moves: dict[str, float], turn: str) -> dict[str, dict[str, str]]:
