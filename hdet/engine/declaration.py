@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from hdet.engine.plan import Plan
-from hdet.hparams import Schedule
 from hdet.hparams.schedule import sampled
 from hdet.signals import Probe
 from hdet.spec import Spec
@@ -20,7 +19,7 @@ def declaration(plan: Plan) -> dict[str, str]:
     return {
         "knobs": _told(_rounded([_in_full(knob.spec) for knob in plan.knobs])),
         "bases": _told([knob.schedule(0) for knob in plan.knobs]),
-        "schedules": _told([_course(knob.schedule) for knob in plan.knobs]),
+        "schedules": _told(_rounded([[float(value) for value in sampled(knob.schedule)] for knob in plan.knobs])),
         "evidence": _told(_rounded([_in_full(source) for source in plan.evidence])),
         "signal": f"probe at {signal.at}, stride {signal.stride}" if isinstance(signal, Probe) else "training loss",
         "merge": _told(plan.merge.to_dict()),
@@ -35,13 +34,8 @@ def declaration(plan: Plan) -> dict[str, str]:
     }
 
 
-def _course(schedule: Schedule) -> list[str]:
-    """Samples of a schedule, which may follow a scheduler that no declaration holds; processors round alike so far."""
-    return [f"{value:.6g}" for value in sampled(schedule)]
-
-
 def _rounded(value: Any) -> Any:
-    """Plain data whose floats are text, of as many digits as those of a course."""
+    """Plain data whose floats are text, of as many digits as processors round alike where a scheduler follows."""
     if isinstance(value, dict):
         return {key: _rounded(held) for key, held in value.items()}
     if isinstance(value, (list, tuple)):
