@@ -65,7 +65,7 @@ class BatchStatistics:
     ) -> None:
         self._layers, self._passes, self._evaluating = layers, passes, evaluating
         self._examples = dict.fromkeys(layers, 0)
-        self.last = self._held()
+        self.last = Statistics({name: _clones(layer) for name, layer in layers.items()})
         self._seen = self._look()
 
     @classmethod
@@ -135,9 +135,6 @@ class BatchStatistics:
         values = next((value for value in (*inputs, *named.values()) if isinstance(value, Tensor)), None)
         layer.training = values is not None and values.numel() > values.shape[1]
         self._examples[name] += len(values) if values is not None else 0
-
-    def _held(self) -> Statistics:
-        return Statistics({name: _clones(layer) for name, layer in self._layers.items()})
 
 
 @dataclass

@@ -86,9 +86,7 @@ def losses_at(
     return losses
 
 
-def statistics_of_average(
-    scene: Scene, harvest: Harvest, stride: int | None, average: Sequence[Tensor], kept: Sequence[Tensor] | None = None
-) -> Statistics:
+def statistics_of_average(scene: Scene, harvest: Harvest, stride: int | None, average: Sequence[Tensor]) -> Statistics:
     """BatchNorm's statistics at the window-averaged weights of a stride, by what the probe's batches show there.
 
     Averaged weights have activations of less variance than the last ones, whose statistics are kept, and with these
@@ -97,7 +95,6 @@ def statistics_of_average(
 
     Args:
         average: these weights (`Scene.averaged`).
-        kept: a copy of the first model's weights as they are, where there is one already.
 
     Returns:
         Of no layer where none follows the batches, or where nothing was averaged.
@@ -111,7 +108,7 @@ def statistics_of_average(
         # Of replicas that have come apart, the statistics that are kept now are those of all, as the mean of their
         # weights is.
         last = scene.weights(harvest.valid) if scene.apart and known.at_last is None else None
-        aside = _PutAside(scene, 0, kept, None)
+        aside = _PutAside(scene, 0, None, None)
         with scene.at_base():
             try:
                 if known.at_last is None:
