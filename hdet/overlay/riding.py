@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from hdet.engine import snapshot
 from hdet.engine.engine import Engine
 from hdet.engine.same_probe import require_same_probe
 from hdet.errors import ConfigError, HdetError, StepError
@@ -138,10 +139,7 @@ class Riding:
             return False
         skipped = self.passes.lost + (self.passes.begun > 0)
         over = home.scaler is not None and total - self.engine.step_count <= min(skipped, MOST_SKIPPED * total)
-        if not isinstance(home, Ranks):
-            return over
-        device = next(self.model.parameters()).device
-        return bool((home.gather(torch.full((len(home.local), 1), float(over), device=device)) == 1.0).all())
+        return snapshot.all_agree(self.engine.cycle, over)
 
     def state_dict(self) -> dict[str, Any]:
         """What the loop has told, besides the engine's state: plain numbers and tensors."""
