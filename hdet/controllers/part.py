@@ -71,6 +71,13 @@ class Rule(Part, family="rule"):
         """The move that it asks for, in coordinates. 0 holds the base; None lets the next rule speak."""
 
 
+class SlopeRule(Rule):
+    """One that goes by slopes: no curvature could change what it asks for."""
+
+    def wants_curvature(self, slope: Estimate, *, averaged: bool = False) -> bool:
+        return False
+
+
 class Veto(Part, family="veto"):
     """One reason to hold a move back.
 

@@ -10,7 +10,7 @@ from pydantic import Field
 from hdet.controllers.beginning import Beginning, OfSmallSteps
 from hdet.controllers.controller import ROUNDING, Context
 from hdet.controllers.estimate import Estimate
-from hdet.controllers.part import Rule
+from hdet.controllers.part import SlopeRule
 from hdet.spec import register
 
 
@@ -30,7 +30,7 @@ class AwaitScheduleState(Beginning):
 
 
 @register
-class AwaitSchedule(OfSmallSteps, Rule):
+class AwaitSchedule(OfSmallSteps, SlopeRule):
     """Hold a rate that lies above the schedule as given during its warm-up, if the last weights call for less.
 
     Evidence for a raise is gathered early in the warm-up, where the rate is far below its peak. It proves that a higher
@@ -57,9 +57,6 @@ class AwaitSchedule(OfSmallSteps, Rule):
 
     significance: float = Field(default=2.0, gt=0, le=100)
     within: float = Field(default=math.log(10.0) / 2, gt=0, le=100)
-
-    def wants_curvature(self, slope: Estimate, *, averaged: bool = False) -> bool:
-        return False
 
     def start(self) -> AwaitScheduleState:
         return AwaitScheduleState()

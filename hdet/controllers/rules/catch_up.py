@@ -10,7 +10,7 @@ from pydantic import Field
 from hdet.controllers.beginning import LOWEST_BEST, Beginning, OfBeginning
 from hdet.controllers.controller import Context
 from hdet.controllers.estimate import Estimate
-from hdet.controllers.part import Rule
+from hdet.controllers.part import SlopeRule
 from hdet.spec import register
 
 
@@ -26,7 +26,7 @@ class CatchUpState(Beginning):
 
 
 @register
-class CatchUp(OfBeginning, Rule):
+class CatchUp(OfBeginning, SlopeRule):
     """Go up to where steps begin to matter, above the schedule as given too, until evidence has lowered the base.
 
     In large models hardly a window calls for more, at a tenth of the best rate either. So this is the last rule to be
@@ -58,9 +58,6 @@ class CatchUp(OfBeginning, Rule):
     misleading: float = Field(default=4.0, gt=0, le=100)
     catch_up_step: float = Field(default=1.0, gt=0, le=10)
     ceiling: float = 5.0
-
-    def wants_curvature(self, slope: Estimate, *, averaged: bool = False) -> bool:
-        return False
 
     def start(self) -> CatchUpState:
         return CatchUpState()

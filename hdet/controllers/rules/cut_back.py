@@ -10,12 +10,12 @@ from pydantic import Field
 from hdet.controllers.beginning import HUGE, Beginning, OfBeginning
 from hdet.controllers.controller import Context
 from hdet.controllers.estimate import Estimate
-from hdet.controllers.part import Rule
+from hdet.controllers.part import SlopeRule
 from hdet.spec import register
 
 
 @register
-class CutBack(OfBeginning, Rule):
+class CutBack(OfBeginning, SlopeRule):
     """Go down at once to where steps are large, if an untrained model's steps at the base are huge.
 
     It judges estimates taken ahead of the base (`Estimate.offset`), early in a warm-up, and is silent where these call
@@ -39,9 +39,6 @@ class CutBack(OfBeginning, Rule):
     huge: float = Field(default=HUGE, ge=0, le=1000)
     cut_to: float = Field(default=3.0, gt=0, le=1000)
     significance: float = Field(default=2.0, gt=0, le=100)
-
-    def wants_curvature(self, slope: Estimate, *, averaged: bool = False) -> bool:
-        return False
 
     def propose(self, state: Beginning, estimate: Estimate, context: Context) -> float | None:
         size = estimate.step_size

@@ -7,12 +7,12 @@ from pydantic import Field
 from hdet.controllers.controller import Context
 from hdet.controllers.estimate import Estimate
 from hdet.controllers.gap import GapState, gap_of
-from hdet.controllers.part import Rule
+from hdet.controllers.part import SlopeRule
 from hdet.spec import register
 
 
 @register
-class Fall(Rule):
+class Fall(SlopeRule):
     """Once a schedule falls, take what is left of its fall to a power, by how far the model overfits.
 
     With gap = (held-out loss - training loss) / held-out loss, a mean over about three windows, the power is
@@ -42,9 +42,6 @@ class Fall(Rule):
     gain: float = Field(default=2.0, ge=0, le=100)
     most: float = Field(default=1.5, ge=1, le=10)
     most_decay_shift: float = Field(default=0.4, ge=0)
-
-    def wants_curvature(self, slope: Estimate, *, averaged: bool = False) -> bool:
-        return False
 
     def start(self) -> GapState:
         return GapState()

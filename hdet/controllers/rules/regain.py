@@ -9,12 +9,12 @@ from pydantic import Field
 from hdet.controllers.beginning import Beginning, OfSmallSteps
 from hdet.controllers.controller import Context
 from hdet.controllers.estimate import Estimate
-from hdet.controllers.part import Rule
+from hdet.controllers.part import SlopeRule
 from hdet.spec import register
 
 
 @register
-class Regain(OfSmallSteps, Rule):
+class Regain(OfSmallSteps, SlopeRule):
     """Go up to where steps are no longer small, and no further than to the schedule as given (a shift of 0).
 
     It judges estimates taken ahead of the base (`Estimate.offset`), early in a warm-up. Where they call for more
@@ -32,9 +32,6 @@ class Regain(OfSmallSteps, Rule):
     looks_ahead: ClassVar[bool] = True
 
     significance: float = Field(default=2.0, gt=0, le=100)
-
-    def wants_curvature(self, slope: Estimate, *, averaged: bool = False) -> bool:
-        return False
 
     def propose(self, state: Beginning, estimate: Estimate, context: Context) -> float | None:
         room = self.room(state, estimate, context)

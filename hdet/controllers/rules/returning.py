@@ -9,7 +9,7 @@ from pydantic import Field
 from hdet.controllers.beginning import HUGE, Beginning, OfSmallSteps, huge_as_given
 from hdet.controllers.controller import Context
 from hdet.controllers.estimate import Estimate
-from hdet.controllers.part import Rule
+from hdet.controllers.part import SlopeRule
 from hdet.spec import register
 
 
@@ -31,7 +31,7 @@ class ReturnState(Beginning):
 
 
 @register
-class Return(OfSmallSteps, Rule):
+class Return(OfSmallSteps, SlopeRule):
     """Go back up to the schedule as given (a shift of 0), where only looking ahead has lowered the base.
 
     Early in a run the loss is sharper than it will be, and looking ahead lowers too far. Last weights that call for
@@ -67,9 +67,6 @@ class Return(OfSmallSteps, Rule):
     return_step: float = Field(default=0.25, ge=0, le=10)
     ceiling: float = Field(default=5.0, ge=0)
     huge: float = Field(default=HUGE, ge=0, le=1000)
-
-    def wants_curvature(self, slope: Estimate, *, averaged: bool = False) -> bool:
-        return False
 
     def start(self) -> ReturnState:
         return ReturnState()

@@ -11,7 +11,7 @@ from pydantic import Field
 from hdet.controllers.controller import Context
 from hdet.controllers.estimate import Estimate
 from hdet.controllers.gated import Sums, gated_move, window_share
-from hdet.controllers.part import Rule
+from hdet.controllers.part import SlopeRule
 from hdet.spec import register
 from hdet.sub_batches import accumulated
 
@@ -38,7 +38,7 @@ class SlopeSumState(Sums):
         return self.first - self.lowest if self.first < math.inf else 0.0
 
 
-class SummedSlopes(Rule):
+class SummedSlopes(SlopeRule):
     """Keeps the discounted sum of slopes; what it says is the rule's.
 
     It is begun anew where windows come to have other sub-batches than those before, or none.
@@ -50,9 +50,6 @@ class SummedSlopes(Rule):
 
     memory: float = Field(default=0.8, ge=0, lt=1)
     window_steps: int | None = Field(default=30, ge=1)
-
-    def wants_curvature(self, slope: Estimate, *, averaged: bool = False) -> bool:
-        return False
 
     def start(self) -> SlopeSumState:
         return SlopeSumState()

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from hdet.controllers.controller import Context
 from hdet.controllers.estimate import Estimate
-from hdet.controllers.part import Rule
+from hdet.controllers.part import SlopeRule
 from hdet.controllers.pretrained import OfPretrained
 from hdet.spec import register
 
@@ -15,7 +15,7 @@ _NEAR = 0.05
 
 
 @register
-class Spare(OfPretrained, Rule):
+class Spare(OfPretrained, SlopeRule):
     """In fine-tuning, lower a decay that would take too much of the weights if the run went on as in the window.
 
     What was learnt before fine-tuning lies in the weights, and decay takes it away slowly: no window sees that. What
@@ -28,9 +28,6 @@ class Spare(OfPretrained, Rule):
     """
 
     overrules: ClassVar[bool] = True
-
-    def wants_curvature(self, slope: Estimate, *, averaged: bool = False) -> bool:
-        return False
 
     def propose(self, state: Any, estimate: Estimate, context: Context) -> float | None:
         room = self.room(state, estimate, context)

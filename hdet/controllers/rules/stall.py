@@ -10,7 +10,7 @@ from pydantic import Field
 
 from hdet.controllers.controller import Context
 from hdet.controllers.estimate import Estimate
-from hdet.controllers.part import Rule
+from hdet.controllers.part import SlopeRule
 from hdet.spec import register
 
 
@@ -32,7 +32,7 @@ class StallState:
 
 
 @register
-class Stall(Rule):
+class Stall(SlopeRule):
     """Lower by `limit` where training is stalled and the last weights call for less.
 
     Training is stalled after `stall_windows` windows without a new lowest training loss, if the run is also
@@ -56,9 +56,6 @@ class Stall(Rule):
     stall_ratio: float = Field(default=1.5, gt=1, le=100)
     stall_windows: int = Field(default=3, ge=1, le=1000)
     stall_moves: int = Field(default=3, ge=1, le=1000)
-
-    def wants_curvature(self, slope: Estimate, *, averaged: bool = False) -> bool:
-        return False
 
     def start(self) -> StallState:
         return StallState()
