@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
+from torch.optim import SGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, AdamW, Muon, NAdam, Optimizer, RAdam, RMSprop
 
 from hdet.hparams.param_groups import ids_of, parameters_of
 from hdet.nested import mapped
@@ -22,8 +22,7 @@ State = dict[str, Any]
 WRAPPED = "__bnb_optimizer_quant_state__"
 """Under which bitsandbytes wraps some of a parameter's state in its `state_dict`."""
 
-_MUON = (torch.optim.Muon,) if hasattr(torch.optim, "Muon") else ()  # torch 2.9 has it
-OF_GRADIENTS = (SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Adafactor, *_MUON)
+OF_GRADIENTS = (SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Adafactor, Muon)
 """Optimizers whose state is of gradients alone, and so goes with weights of a somewhat later step too."""
 
 
