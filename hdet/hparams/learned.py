@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hdet.digits import four_digits
-from hdet.record import ByKnob
+from hdet.record import ByKnob, named
 
 
 @dataclass(frozen=True, repr=False)
@@ -86,7 +86,4 @@ class Shifts(ByKnob[Learned]):
         alike: dict[tuple[str, str], list[str]] = {}
         for name, learned in self.items():
             alike.setdefault((name.partition("[")[0], str(learned)), []).append(name)
-        return {
-            names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else ""): told
-            for (_, told), names in alike.items()
-        }
+        return {named(names): told for (_, told), names in alike.items()}
