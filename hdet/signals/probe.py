@@ -66,8 +66,7 @@ class Probe:
     at: Literal["last", "average"] = "last"
     stride: int | None = None
     _sizes: list[Any] = field(default_factory=list, init=False, compare=False)
-    _written: list[bool] = field(default_factory=list, init=False, compare=False)
-    _folds: list[bool] = field(default_factory=list, init=False, compare=False)
+    _told: set[str] = field(default_factory=set, init=False, compare=False)
     _looks: dict[int | str, Tensor] = field(default_factory=dict, init=False, compare=False)
     _ahead: dict[int, list[Any]] = field(default_factory=dict, init=False, compare=False)
 
@@ -125,10 +124,10 @@ class Probe:
         normalising = nullcontext() if kept_statistics else by_each_batch(model)
         numbers = numbers_lent(f"hdet.probe.loss:{window}", accelerators_in_use())
         with normalising, evaluating(model, optimizer), numbers:
-            folding = None if self._folds else Folding(model)
+            folding = None if "folds" in self._told else Folding(model)
             yield
             if folding is not None and (found := folding.found()):
-                self._folds.append(True)
+                self._told.add("folds")
                 weight, flag = found
                 warn(
                     f"the forward pass in eval mode writes over the trained weight {weight} and notes it in {flag}: if "
@@ -194,8 +193,8 @@ class Probe:
         above = by_batch - kept
         usual = torch.stack([kept.mean(), self._looks["first"].mean() - kept.mean()]).abs().max()
         proven = above.mean() > 3.0 * above.std() / len(above) ** 0.5
-        if proven and above.mean() > usual / 2 and "told" not in self._looks:
-            self._looks["told"] = above
+        if proven and above.mean() > usual / 2 and "unlike" not in self._told:
+            self._told.add("unlike")
             warn(
                 f"the probe's loss is {float(by_batch.mean()):.3g} with BatchNorm's statistics of each of its batches, "
                 f"by which it is judged, and {float(kept.mean()):.3g} with those that training keeps: where its "
@@ -205,8 +204,8 @@ class Probe:
 
     def _notice_written(self) -> None:
         """Say it once where an evaluation writes into batches: those of a list are the same in all windows."""
-        if isinstance(self.batches, (list, tuple)) and not self._written:
-            self._written.append(True)
+        if isinstance(self.batches, (list, tuple)) and "written" not in self._told:
+            self._told.add("written")
             warn(
                 "the model or the probe's loss writes into the probe's batches in place, so that the next evaluation "
                 "has other data: the points that are compared differ in them too; work on a clone of what a batch holds"
