@@ -90,16 +90,10 @@ def choose(
     Args:
         schedule: of the learning rate; by default 30 % linear warm-up and a straight line to 0, with the first
             parameter group's present rate as its peak.
-        objective: the training loss and training batches, by which knobs of the forward pass are judged where the
-            model is sharded over ranks.
+        objective, knobs, exclude, stride, warmup_steps: as of `recommended`.
         rates: instead of `schedule`, the schedule of each learning rate that is explored on its own, by its groups
             (`None` for one rate of all groups). Several are judged together, by `GroupLines`.
         rate_names: what these groups are called; by default what they are given as.
-        knobs: in place of the recipe's knob of the same name, or beside them.
-        exclude: names of knobs of the recipe that are left out.
-        stride: of averaged weights, take every stride-th step's; by default as many as leave at least 128 in a window.
-        warmup_steps: in how many steps at least the recipe's learning rates come to their peak; by default 30 % of the
-            run's, at most 300. 0 leaves schedules as they are.
         window: of the run; by default a `GrowingWindow`. One whose first end comes too late to look ahead is not
             entered with caution.
         unseen: whether a replica's own gradient is seen by nobody, as under a `fully_shard` that averages it and
