@@ -42,10 +42,6 @@ class SummedSlopes(SlopeRule):
     """Keeps the discounted sum of slopes; what it says is the rule's.
 
     It is begun anew where windows come to have other sub-batches than those before, or none.
-
-    Args:
-        memory: share of the sum that is kept over `window_steps` steps.
-        window_steps: steps of a window that `memory` is meant for.
     """
 
     memory: float = Field(default=0.8, ge=0, lt=1)
