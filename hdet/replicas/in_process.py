@@ -19,7 +19,7 @@ from hdet.replicas import copies, optimizer_states, tensors, weighting
 from hdet.replicas.deep_copies import memo_of_sparse
 from hdet.replicas.dense import can_be_written, resized
 from hdet.replicas.held_optimizer import HeldOptimizer
-from hdet.replicas.parallel import require_alone
+from hdet.replicas.parallel import require_alone, require_whole
 from hdet.replicas.replica import Replica
 from hdet.replicas.replicas import Replicas
 from hdet.replicas.shared_buffers import require_same
@@ -227,6 +227,7 @@ def check_pair(model: nn.Module, optimizer: Optimizer, n: int) -> None:
         raise ConfigError(f"n must be at least 1, got {n}")
     if n > MOST_HERE:
         raise ConfigError(f"one process holds {MOST_HERE} replicas, or micro-batches of a step, at most, got {n}")
+    require_whole(optimizer)
     own = set(model.parameters())
     foreign = [parameter for parameter in parameters_of(optimizer) if parameter not in own]
     if foreign:

@@ -5,8 +5,19 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from hdet.errors import ConfigError
+from hdet.replicas.chained_optimizer import chained
+
+PARTITIONED = {
+    "ZeroRedundancyOptimizer",
+    "DeepSpeedZeroOptimizer",
+    "DeepSpeedZeroOptimizer_Stage3",
+    "DistributedFusedAdam",
+    "DistributedFusedLAMB",
+    "DistributedOptimizer",
+}
 
 
 def world() -> int:
@@ -43,6 +54,22 @@ def require_alone(model: nn.Module, made_by: str) -> None:
             f"apart, each by its own estimates, and ranks that hold one model would write different values; make them "
             f"by hdet.distribute(model, optimizer), and give these where there is an argument replicas="
         )
+
+
+def require_whole(optimizer: Optimizer) -> None:
+    """An optimizer that is cut up over ranks keeps its state elsewhere, in one process too.
+
+    Raises:
+        ConfigError: it is such an optimizer.
+    """
+    for kind in (kind for each in chained(optimizer) for kind in type(each).__mro__):
+        if kind.__name__ in PARTITIONED:
+            raise ConfigError(
+                f"{kind.__name__} partitions the optimizer over ranks (ZeRO), so a rank's learning rate "
+                f"would act on a slice of the model and not on a replica, and what it remembers, on one rank too, is "
+                f"not where hdet could save it or put it back; use a plain optimizer with DistributedDataParallel, or "
+                f"shard by fully_shard over a mesh with a replicate dimension"
+            )
 
 
 def _shared(model: nn.Module) -> str | None:

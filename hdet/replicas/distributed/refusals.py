@@ -15,32 +15,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hdet.errors import ConfigError, StepError
-from hdet.replicas.chained_optimizer import chained
 from hdet.replicas.dense import can_be_written
 from hdet.replicas.distributed import fully_sharded
 from hdet.replicas.distributed.layout import Layout
-from hdet.replicas.parallel import unwrapped
+from hdet.replicas.parallel import require_whole, unwrapped
 from hdet.replicas.tensors import local
-
-PARTITIONED = {
-    "ZeroRedundancyOptimizer",
-    "DeepSpeedZeroOptimizer",
-    "DeepSpeedZeroOptimizer_Stage3",
-    "DistributedFusedAdam",
-    "DistributedFusedLAMB",
-    "DistributedOptimizer",
-}
 
 
 def partitioned(model: nn.Module, optimizer: Optimizer) -> None:
     """An optimizer whose state is cut up over ranks applies each rank's knobs to a slice of the model."""
-    for kind in (kind for each in chained(optimizer) for kind in type(each).__mro__):
-        if kind.__name__ in PARTITIONED:
-            raise ConfigError(
-                f"{kind.__name__} partitions the optimizer over ranks (ZeRO), so a rank's learning rate "
-                f"would act on a slice of the model and not on a replica; use a plain optimizer with "
-                f"DistributedDataParallel, or shard by fully_shard over a mesh with a replicate dimension"
-            )
+    require_whole(optimizer)
     stage = getattr(model, "zero_optimization_stage", None)
     if callable(stage) and stage() > 0:
         raise ConfigError(
