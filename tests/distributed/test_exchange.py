@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from training import batch, batch_normed, knobs, network, optimizer_of, probe
@@ -148,6 +149,10 @@ def refused() -> dict[str, str]:
         model.register_buffer("other", buffer)
         return pair(model)
 
+    def localized() -> Any:
+        model = parallelize_module(network(), mesh["dp_shard"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        return pair(DistributedDataParallel(model, device_mesh=mesh["dp_replicate"]))
+
     def local_hsdp() -> Any:
         with patch.object(fully_sharded, "COMMON", "torch.somewhere_else"):
             return engine(pair(sharded(mesh), mesh=mesh), gradients="local")
@@ -155,6 +160,7 @@ def refused() -> dict[str, str]:
     attempts = {
         "zero": zero,
         "one replica": lambda: pair(sharded(mesh["dp_shard"])),
+        "localized": localized,
         "local hsdp": local_hsdp,
         "seed": lambda: engine(plain(), seed=rank % 2),
         "knobs": lambda: engine(plain(), knobs=[hdet.LearningRate(spread=TwoLevel(0.1 + 0.1 * (rank == 3)))]),
@@ -632,6 +638,7 @@ def test_fingerprints_of_tensors_that_are_no_plain_memory() -> None:
     [
         ("zero", "ZeroRedundancyOptimizer partitions the optimizer"),
         ("one replica", "share one replica and cannot hold different values"),
+        ("localized", "takes the parameters off their modules"),
         ("local hsdp", "shard over the other dimension only"),
         ("seed", "the ranks disagree on seed: seed is 0 on rank 0 and 1 on rank 1"),
         ("knobs", "the ranks disagree on knobs"),

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hdet.errors import ConfigError, StepError
+from hdet.hparams.param_groups import parameters_of
 from hdet.replicas.dense import can_be_written
 from hdet.replicas.distributed import fully_sharded
 from hdet.replicas.distributed.layout import Layout
@@ -151,6 +152,16 @@ def joined(model: object) -> None:
             "DistributedDataParallel.join() lets ranks make different numbers of steps, and hdet's ranks meet at "
             "each window's end, where one would wait for ever; give all ranks as many batches, as "
             "DistributedSampler does, and leave join() out"
+        )
+
+
+def localized(optimizer: Optimizer) -> None:
+    """Over tensor parallelism DistributedDataParallel marks what it takes off its modules by how it is sharded."""
+    if any(hasattr(parameter, "_st_info") for parameter in parameters_of(optimizer)):
+        raise ConfigError(
+            "DistributedDataParallel over tensor parallelism (device_mesh=, replicate) takes the parameters off their "
+            "modules in every forward pass, so that none are left to look at; use fully_shard over the mesh's other "
+            "dimension in its place, before the optimizer is made"
         )
 
 
