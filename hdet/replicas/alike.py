@@ -77,12 +77,20 @@ def require_alike(replicas: Replicas, valid: NDArray[np.bool_], anchor: Anchor, 
     if not excess.any():
         return
     worst = int(excess.argmax())
+    ways = (
+        "Run forward on the model that hdet.attach was given, with the last backward of every step outside no_sync() "
+        "and without a communication hook that averages over some ranks alone, as local SGD's; where a dimension of "
+        "the mesh holds models that are trained apart, give hdet.attach replicas=hdet.distribute(...) over this "
+        "model's part of the mesh"
+        if replicas.left_to_loop
+        else "Under DistributedDataParallel run forward on the wrapped model (replica.model), with the last backward "
+        "of every step outside no_sync(); without it call engine.share_gradients(); step every optimizer of "
+        "engine.optimizers; or declare gradients='local'"
+    )
     raise StepError(
         f"the weights of the {len(valid)} replicas have come apart in the window that ended at step {step}, and "
         f"nothing was to set them apart: {names[worst]} differs by {excess[worst]:.2g} of what the window changed. "
-        f"Each has stepped on a gradient of its own, or has not stepped. Under DistributedDataParallel run forward on "
-        f"the wrapped model (replica.model), with the last backward of every step outside no_sync(); without it call "
-        f"engine.share_gradients(); step every optimizer of engine.optimizers; or declare gradients='local'"
+        f"Each has stepped on a gradient of its own, or has not stepped. {ways}"
     )
 
 

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -766,6 +767,22 @@ def among_other_groups(path: str, saved_at: int, others: int) -> Found:
             torch.save(state, path)
     held = [full(value) for value in flat(search.state_dict(), "/").values() if hasattr(value, "full_tensor")]
     return {"ends": ends(model, optimizer), "held": held, "said": list(map(str, said))}
+
+
+def models_trained_apart() -> tuple[str, int]:
+    """Two models on one mesh, each of two ranks: what is said of them, and the steps of one whose part is given."""
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("job", "replicate", "shard"))
+    found: list[Any] = []
+    for given in (False, True):
+        model = network()
+        fully_shard(model, mesh=mesh["shard"])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        own = {"replicas": hdet.distribute(model, optimizer, mesh=mesh["replicate", "shard"], micro_batches=1)}
+        search = attach(model, optimizer, micro_batches=None if given else 1, **own if given else {})
+        steps = range(2 * WINDOW if dist.get_rank() > 1 else WINDOW)
+        run = partial(loop, model, optimizer, search, 1, quiet=False, alike=False, steps=steps)
+        found += [_refusal(StepError, run), search.engine.step_count]
+    return found[0], found[3]
 
 
 def part_of_another_rank() -> str:

@@ -261,6 +261,12 @@ def test_ranks_that_come_after_a_search_whose_replicas_were_given_are_none_of_it
     assert launch(attached.group_made_late_beside_replicas_that_were_given, 2) == [2, 2]
 
 
+def test_models_trained_apart_on_one_mesh_are_told_to_say_what_belongs_together() -> None:
+    found = launch(attached.models_trained_apart, 4)
+    assert all("over this model's part of the mesh" in said for said, _ in found)
+    assert [steps for _, steps in found] == [attached.WINDOW] * 2 + [2 * attached.WINDOW] * 2
+
+
 def test_detached_no_hook_is_left_on_a_parameter() -> None:
     assert launch(attached.hooks_left, 2) == [0, 0]
 
