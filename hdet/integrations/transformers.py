@@ -51,7 +51,7 @@ class Search(TrainerCallback):
             label smoothing, about as many examples a window as one optimizer step trains on. Or an `hdet.Probe`.
         sub_batch_size: how many examples each of its 8 sub-batches holds, and the objective's; by default an eighth of
             what one optimizer step trains on. A loss that compares the examples of a batch, as contrastive ones do,
-            needs the training batch's.
+            and a network with BatchNorm need the training batch's.
         options: of `hdet.attach`. `objective` may be training data, as the Trainer's `train_dataset` is: by these,
             dropouts are judged where the model is sharded.
 

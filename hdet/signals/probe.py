@@ -199,7 +199,8 @@ class Probe:
                 f"the probe's loss is {float(by_batch.mean()):.3g} with BatchNorm's statistics of each of its batches, "
                 f"by which it is judged, and {float(kept.mean()):.3g} with those that training keeps: where its "
                 f"batches are sorted, as by class, or much smaller than those of training, shuffle them once, or make "
-                f"them larger; where training's are as small (some ten examples), it is to be expected"
+                f"them larger (under the Transformers Trainer by sub_batch_size=); where training's are as small (some "
+                f"ten examples), it is to be expected"
             )
 
     def _notice_written(self) -> None:

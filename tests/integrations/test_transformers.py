@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 from tiny import Text, gpt2, trainer
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import Trainer
 
 import hdet
@@ -336,6 +337,37 @@ def test_sub_batches_may_be_as_large_as_a_training_batch(tmp_path: Path) -> None
     made.train()
     assert callback.search is not None
     assert callback.search.finished
+
+
+def test_batch_norm_is_told_how_to_have_sub_batches_as_large_as_training(tmp_path: Path) -> None:
+    """An eighth of a step's examples is by default too few to normalise by."""
+
+    class Digits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.out = nn.BatchNorm2d(1), nn.Linear(16, 2)
+
+        def forward(self, pixel_values: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            return {"loss": F.cross_entropy(self.out(self.norm(pixel_values).flatten(1)), labels)}
+
+    def lit(count: int) -> list[dict[str, Any]]:
+        """Bright ones and dark ones, which one alone does not tell once it is normalised by itself."""
+        labels = [index % 2 for index in range(count)]
+        return [{"pixel_values": torch.randn(1, 4, 4) + 3.0 * label, "labels": label} for label in labels]
+
+    def told(size: int | None) -> list[str]:
+        torch.manual_seed(0)
+        made = trainer(Digits(), tmp_path, max_steps=40, learning_rate=0.02)
+        made.train_dataset = lit(64)
+        made.add_callback(hdet.transformers.Search(probe=lit(128), sub_batch_size=size, quiet=True))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            made.train()
+        return [str(one.message) for one in caught if "statistics of each of its batches" in str(one.message)]
+
+    (said,) = told(None)
+    assert "sub_batch_size=" in said
+    assert not told(8)
 
 
 def test_the_probe_may_be_named_as_the_evaluation_data_are(tmp_path: Path) -> None:
