@@ -24,6 +24,9 @@ class Guard(Spec, family="guard"):
         raise NotImplementedError
 
 
+WRECKED = 1000.0
+"""How many times the largest held-out loss that was told so far."""
+
 Turn = Literal["rewound", "restarted"]
 """What a guard decides: to continue from the best point of the run, or to begin anew from its first weights."""
 
@@ -40,6 +43,9 @@ class Rewind(Guard):
     and optimizer state return to the best point. The step count goes on. Every controller is told
     (`Controller.retreat`): `Calibrate` continues below the rate that had worked there. A window whose training loss
     nobody told says nothing.
+
+    A point at which the held-out loss is not finite, or a thousand times what it has been at most, is never kept,
+    however low the training loss of its window was: its last step may have wrecked it. The run goes back at once.
 
     Some damage shows in no loss in time. Evidence taken ahead of the base during the warm-up shows it
     (`Estimate.offset`, see `Line`). If its moves lowered a rate by more than a factor of `overshoot` in all, the first
@@ -75,6 +81,7 @@ class Watch:
         self.lowest = math.inf
         self.since = 0
         self.bases: dict[str, float] = {}
+        self.level = 0.0
         self.first: Anchor | None = None
         self.ahead: dict[str, float] = {}
         if spec.overshoot is not None:
@@ -86,7 +93,9 @@ class Watch:
         if self.first is not None:
             self.first.take(0)
 
-    def look(self, harvest: Harvest, bases: Mapping[str, float], ahead: Mapping[str, float]) -> Turn | None:
+    def look(
+        self, harvest: Harvest, bases: Mapping[str, float], ahead: Mapping[str, float], level: float | None = None
+    ) -> Turn | None:
         """Decide whether the run goes back, and to which point; else take this point if it is the best so far.
 
         Call after the replicas were merged.
@@ -95,9 +104,15 @@ class Watch:
             bases: each knob's value in the window.
             ahead: the moves, in coordinates, that evidence taken ahead of the base called for. (A window in which
                 all replicas became non-finite does not count.)
+            level: the held-out loss at the base or ahead of it, where evidence tells.
         """
         if self._overshot(ahead):
             return "restarted"
+        if level is not None:
+            if level <= WRECKED * (self.level or math.inf):
+                self.level = max(self.level, abs(level))
+            elif self._has_point and self._is_lost(harvest):  # NaN, too
+                return "rewound"
         loss, step = harvest.loss, harvest.window.stop
         if loss is None:
             return None
@@ -107,7 +122,7 @@ class Watch:
             return None
         if not self._has_point or step < self.spec.patience * self.since:
             return None
-        return "rewound" if self._lost(harvest) > self.spec.significance else None
+        return "rewound" if self._is_lost(harvest) else None
 
     def _overshot(self, ahead: Mapping[str, float]) -> bool:
         """Whether looking ahead has shown that the first steps were far too large."""
@@ -120,8 +135,8 @@ class Watch:
             self.ahead[name] = self.ahead.get(name, 0.0) + move
         return min(self.ahead.values()) < -math.log(self.spec.overshoot)
 
-    def _lost(self, harvest: Harvest) -> float:
-        """t of the held-out loss now minus the one at the best point; infinite where it has become infinite or NaN."""
+    def _is_lost(self, harvest: Harvest) -> bool:
+        """Whether the held-out loss is higher than at the best point, beyond chance, or has become infinite or NaN."""
         scene = self.scene
         model, optimizer = scene.replicas.hosts[0]
         batches = scene.probe.draw(harvest.window.index)
@@ -133,12 +148,14 @@ class Watch:
         rows = scene.replicas.gather(torch.cat([then, now]).expand(len(scene.replicas.local), -1))
         table = rows[0].reshape(2, -1)
         was_finite, is_finite = np.isfinite(table).all(axis=1)
-        return along((0.0, 1.0), table).t_of_eight if is_finite or not was_finite else math.inf
+        lost = along((0.0, 1.0), table).t_of_eight if is_finite or not was_finite else math.inf
+        return lost > self.spec.significance
 
     def forget(self) -> None:
         """The run is over: nothing is gone back to."""
         self.held, self.first = self._anchor(), None
         self.lowest, self.since, self.bases, self.ahead = math.inf, 0, {}, {}
+        self.level = 0.0
 
     def go_back(self, turn: Turn, step: int) -> int:
         """Put a point into every model; the run then has until `patience * step` to find a better one.
@@ -182,6 +199,7 @@ class Watch:
             "lowest": self.lowest,
             "since": self.since,
             "bases": dict(self.bases),
+            "level": self.level,
             "held": self.held.state_dict(leave_out=leave_out) if self._has_point else None,
             "ahead": dict(self.ahead),
             "first": self.first.state_dict(leave_out=leave_out) if self.first is not None else None,
@@ -190,6 +208,7 @@ class Watch:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`; without a held point (a sharded checkpoint has none) the watch starts anew."""
         self.forget()
+        self.level = state.get("level", 0.0)  # states of older versions have none
         if state["first"] is not None:
             self.first, self.ahead = self._anchor(), dict(state["ahead"])
             self.first.load_state_dict(state["first"])

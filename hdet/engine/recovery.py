@@ -37,16 +37,23 @@ def restore(plan: Plan, anchor: Anchor) -> dict[str, Any]:
 
 
 def guarded(
-    plan: Plan, watch: Watch, harvest: Harvest, bases: Mapping[str, float], ahead: Mapping[str, float], context: Context
+    plan: Plan,
+    watch: Watch,
+    harvest: Harvest,
+    bases: Mapping[str, float],
+    ahead: Mapping[str, float],
+    level: float | None,
+    context: Context,
 ) -> Recovery | None:
     """Let the guard see the merged point; go back to an earlier one where it says so.
 
     Args:
         bases: of the window that has closed.
         ahead: the moves that evidence taken ahead of the base called for, in coordinate units.
+        level: the held-out loss at the base or ahead of it, where evidence tells.
     """
     plan.replicas.advance(now=True)
-    turn = watch.look(harvest, bases, ahead)
+    turn = watch.look(harvest, bases, ahead, level)
     if turn is None:
         return None
     point = watch.go_back(turn, context.step)

@@ -109,9 +109,9 @@ def train(
 
 
 def wreck(engine: Engine) -> None:
-    """Every prediction is off by 50."""
+    """Every prediction is off by 30."""
     for model, _ in engine.hosts:
-        nn.init.constant_(model[-1].bias, 50.0)  # type: ignore[index]
+        nn.init.constant_(model[-1].bias, 30.0)  # type: ignore[index]
 
 
 def rewinds(records: list[hdet.history.WindowRecord]) -> list[tuple[int, int]]:
@@ -163,6 +163,23 @@ def test_a_held_out_loss_that_is_no_longer_finite_is_damage_too(factor: float) -
     records = train(engine, 120, before=lambda step: wreck(engine) if 40 <= step < 80 else None)
     (stop, point), *_ = rewinds(records)
     assert (stop <= 80, point) == (True, 40)
+
+
+@pytest.mark.filterwarnings("ignore:the probe's loss is not finite")
+@pytest.mark.parametrize("off", [1e30, 1e4])
+@pytest.mark.parametrize(("n", "last"), [(1, 39), (2, 159)])
+def test_a_window_whose_last_step_wrecks_the_model_is_no_point_to_go_back_to(off: float, n: int, last: int) -> None:
+    """Its training loss was told before, and may be the lowest; the next windows set out from there."""
+    engine = make(guard=Rewind(), n=n)
+
+    def wreck_it(*_: object) -> None:
+        if engine.step_count == last:
+            nn.init.constant_(engine.hosts[0][0][-1].bias, off)  # type: ignore[index]
+
+    engine.optimizers[0].register_step_post_hook(wreck_it)
+    ((stop, point),) = rewinds(train(engine))
+    assert (stop, point <= last - 7) == (last + 1, True)
+    assert held_out_loss(engine.hosts[0][0]) < held_out_loss(network())
 
 
 def test_a_run_that_explores_nothing_is_guarded_too() -> None:
