@@ -492,9 +492,7 @@ class Cycle:
         told_ahead = {k.name for k in self.knobs if k.name in estimates and k.ahead(estimates[k.name]) > 0}
         # What one of several rates did alone is no matter of how large the first steps were.
         ahead = {} if too_late else {k.name: moves[k.name] - k.alone for k in self.knobs if k.name in told_ahead}
-        levels = [told.level for told in estimates.values() if told.level is not None]
-        level = float(np.max(levels)) if levels else None  # NaN if one is
-        went_back = recovery.guarded(self.plan, self.watch, harvest, bases, ahead, level, context)
+        went_back = recovery.guarded(self.plan, self.watch, harvest, bases, ahead, estimates.values(), context)
         if went_back is not None:
             self.met = went_back.alike
             self.merger.forget()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import Field
 
+from hdet.controllers import Estimate
 from hdet.evidence import Harvest, Scene
 from hdet.evidence.parts.line_fit import along
 from hdet.replicas.anchor import Anchor
@@ -44,8 +47,14 @@ class Rewind(Guard):
     (`Controller.retreat`): `Calibrate` continues below the rate that had worked there. A window whose training loss
     nobody told says nothing.
 
-    A point at which the held-out loss is not finite, or a thousand times what it has been at most, is never kept,
-    however low the training loss of its window was: its last step may have wrecked it. The run goes back at once.
+    A point at which the held-out loss is not finite, or a thousand times what a knob's evidence has told of it at most,
+    is not kept, however low the training loss of its window was: its last step may have wrecked it. The run goes back
+    at once, or begins anew where it has no point yet. In the first window only a loss that is not finite shows that.
+    Where no evidence is taken, as in the last 15 % of a run of `hdet.recommended`, nothing does.
+
+    The held-out loss of a model that holds another one's parameters too may rise because these have moved: a teacher's
+    that follow the student, a critic's. So where the loop or a forward pass writes parameters that the optimizer does
+    not step, the best point's own weights have to be better beside those of now as well.
 
     Some damage shows in no loss in time. Evidence taken ahead of the base during the warm-up shows it
     (`Estimate.offset`, see `Line`). If its moves lowered a rate by more than a factor of `overshoot` in all, the first
@@ -94,7 +103,11 @@ class Watch:
             self.first.take(0)
 
     def look(
-        self, harvest: Harvest, bases: Mapping[str, float], ahead: Mapping[str, float], level: float | None = None
+        self,
+        harvest: Harvest,
+        bases: Mapping[str, float],
+        ahead: Mapping[str, float],
+        estimates: Collection[Estimate] = (),
     ) -> Turn | None:
         """Decide whether the run goes back, and to which point; else take this point if it is the best so far.
 
@@ -104,15 +117,16 @@ class Watch:
             bases: each knob's value in the window.
             ahead: the moves, in coordinates, that evidence taken ahead of the base called for. (A window in which
                 all replicas became non-finite does not count.)
-            level: the held-out loss at the base or ahead of it, where evidence tells.
+            estimates: what evidence told; their levels say about what the held-out loss is.
         """
+        levels = [(told.level, told.offset) for told in estimates if told.level is not None]
+        if all(self._is_usual(level) for level, _ in levels):
+            at_base = [abs(level) for level, offset in levels if not offset]
+            self.level = max([self.level, *(at_base or [abs(level) for level, _ in levels])])
+        elif not self._is_usual(self._losses(harvest, nullcontext())[0].mean()):  # which was told may be ahead of it
+            return self._out_of_wreck(harvest)
         if self._overshot(ahead):
             return "restarted"
-        if level is not None:
-            if level <= WRECKED * (self.level or math.inf):
-                self.level = max(self.level, abs(level))
-            elif self._has_point and self._is_lost(harvest):  # NaN, too
-                return "rewound"
         loss, step = harvest.loss, harvest.window.stop
         if loss is None:
             return None
@@ -135,21 +149,47 @@ class Watch:
             self.ahead[name] = self.ahead.get(name, 0.0) + move
         return min(self.ahead.values()) < -math.log(self.spec.overshoot)
 
+    def _is_usual(self, level: float) -> bool:
+        return math.isfinite(level) and level <= (WRECKED * self.level or math.inf)
+
+    def _out_of_wreck(self, harvest: Harvest) -> Turn | None:
+        """Where to from a point at which the held-out loss is like no other; None where the batch may be to blame."""
+        if not self._has_point:
+            over = harvest.window.stop == harvest.window.total_steps
+            return None if self.first is None or over else "restarted"
+        return "rewound" if self._is_usual(self._losses(harvest, self.held.evaluated())[0].mean()) else None
+
     def _is_lost(self, harvest: Harvest) -> bool:
         """Whether the held-out loss is higher than at the best point, beyond chance, or has become infinite or NaN."""
+        for stepped_alone in (False, True):
+            *losses, others_written = self._losses(
+                harvest, self.held.evaluated(stepped_alone=stepped_alone), nullcontext()
+            )
+            then_finite, now_finite = (np.isfinite(own).all() for own in losses)
+            higher = along((0.0, 1.0), np.stack(losses)).t_of_eight if now_finite or not then_finite else math.inf
+            if not higher > self.spec.significance:
+                return False
+            if not others_written.any():
+                break
+        return True
+
+    def _losses(self, harvest: Harvest, *points: AbstractContextManager[None]) -> NDArray[np.float64]:
+        """[points + 1, J] held-out losses on one batch inside each of some blocks; then whether others are written.
+
+        Others are parameters that the optimizer does not step. Every process has what the first one found: losses may
+        differ in the last bits.
+        """
         scene = self.scene
         model, optimizer = scene.replicas.hosts[0]
         batches = scene.probe.draw(harvest.window.index)
+        rows = []
         with scene.at_base():
-            now = scene.probe.measure(model, harvest.window.index, optimizer, batches)
-            with self.held.evaluated():
-                then = scene.probe.measure(model, harvest.window.index, optimizer, batches)
-        # Every process uses the losses of the first process: others may differ in the last bits.
-        rows = scene.replicas.gather(torch.cat([then, now]).expand(len(scene.replicas.local), -1))
-        table = rows[0].reshape(2, -1)
-        was_finite, is_finite = np.isfinite(table).all(axis=1)
-        lost = along((0.0, 1.0), table).t_of_eight if is_finite or not was_finite else math.inf
-        return lost > self.spec.significance
+            for point in points:
+                with point:
+                    rows.append(scene.probe.measure(model, harvest.window.index, optimizer, batches))
+        rows.append(torch.full_like(rows[0], float(self.held.others_written())))
+        found = scene.replicas.gather(torch.cat(rows).expand(len(scene.replicas.local), -1))
+        return np.asarray(found[0]).reshape(len(rows), -1)
 
     def forget(self) -> None:
         """The run is over: nothing is gone back to."""

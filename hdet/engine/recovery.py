@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hdet.controllers import Context
+from hdet.controllers import Context, Estimate
 from hdet.engine.guard import Watch
 from hdet.engine.plan import Plan
 from hdet.evidence import Harvest
@@ -42,7 +42,7 @@ def guarded(
     harvest: Harvest,
     bases: Mapping[str, float],
     ahead: Mapping[str, float],
-    level: float | None,
+    estimates: Collection[Estimate],
     context: Context,
 ) -> Recovery | None:
     """Let the guard see the merged point; go back to an earlier one where it says so.
@@ -50,10 +50,10 @@ def guarded(
     Args:
         bases: of the window that has closed.
         ahead: the moves that evidence taken ahead of the base called for, in coordinate units.
-        level: the held-out loss at the base or ahead of it, where evidence tells.
+        estimates: what evidence told.
     """
     plan.replicas.advance(now=True)
-    turn = watch.look(harvest, bases, ahead, level)
+    turn = watch.look(harvest, bases, ahead, estimates)
     if turn is None:
         return None
     point = watch.go_back(turn, context.step)

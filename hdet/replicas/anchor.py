@@ -13,7 +13,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim import Optimizer
 
 from hdet.errors import StepError
-from hdet.hparams.param_groups import parameters_of
+from hdet.hparams.param_groups import ids_of, parameters_of
 from hdet.replicas import finite, host_memory, tensors
 from hdet.replicas.deep_copies import memo_of_sparse
 from hdet.replicas.dense import can_be_written, has_arithmetic
@@ -194,8 +194,11 @@ class Anchor:
         self._state.put_back(optimizer)
 
     @torch.no_grad()
-    def _pairs(self, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    def _pairs(self, model: nn.Module, only: Collection[int] | None = None) -> list[tuple[Tensor, Tensor]]:
         """The model's tensors with what is held for them. A buffer that has come since, or has grown, is let be.
+
+        Args:
+            only: ids of parameters; no others, and no buffers.
 
         Raises:
             StepError: it is a copy of the model in which layers have come or gone since.
@@ -208,7 +211,11 @@ class Anchor:
                 f"which the run goes back: layers cannot come or go within a window of several copies"
             )
         pairs = [(own[number], held) for number, held in self._parameters.items()]
+        if only is not None:
+            pairs = [(parameter, held) for parameter, held in pairs if id(parameter) in only]
         found = [(tensors.local(parameter), held) for parameter, held in pairs if parameter is not None]
+        if only is not None:
+            return found
         buffers = self._live_buffers() if model is self._model else _buffers(model)
         fits = [name for name, held in self._buffers.items() if name in buffers and buffers[name].shape == held.shape]
         return found + [(buffers[name], self._buffers[name]) for name in fits]
@@ -230,19 +237,28 @@ class Anchor:
                 found[name] = tensors.local(buffer.detach())
         return found
 
+    def others_written(self) -> bool:
+        """Whether somebody writes parameters that the optimizer does not step, as a teacher's that follows."""
+        stepped = ids_of(self._optimizer)
+        return any(self.written([parameter for parameter in self._walk.every() if id(parameter) not in stepped]))
+
     @contextmanager
-    def substituted(self) -> Iterator[None]:
-        """The anchored parameters and buffers in place of the model's, inside a block."""
-        pairs = self._pairs(self._model)
+    def substituted(self, *, stepped_alone: bool = False) -> Iterator[None]:
+        """The anchored parameters and buffers in place of the model's, inside a block.
+
+        Args:
+            stepped_alone: those that the optimizer steps; all else stays as it is now.
+        """
+        pairs = self._pairs(self._model, ids_of(self._optimizer) if stepped_alone else None)
         with tensors.substituted([live for live, _ in pairs], [held for _, held in pairs]):
             yield
 
     @contextmanager
-    def evaluated(self) -> Iterator[None]:
+    def evaluated(self, *, stepped_alone: bool = False) -> Iterator[None]:
         """`substituted`, as the optimizer then would evaluate the model: in eval mode, if it has modes."""
         with ExitStack() as stack:
             stack.enter_context(tensors.evaluated_weights(self._model, self._optimizer))
-            stack.enter_context(self.substituted())
+            stack.enter_context(self.substituted(stepped_alone=stepped_alone))
             if self._state.averages:
                 parameters = tensors.moving_parameters(self._model, self._optimizer)
                 own = [tensors.local(parameter.detach()) for parameter in parameters]

@@ -182,6 +182,81 @@ def test_a_window_whose_last_step_wrecks_the_model_is_no_point_to_go_back_to(off
     assert held_out_loss(engine.hosts[0][0]) < held_out_loss(network())
 
 
+@pytest.mark.filterwarnings("ignore:the probe's loss is not finite")
+def test_where_the_first_window_ends_in_a_wreck_the_run_begins_anew() -> None:
+    engine = make(guard=Rewind())
+
+    def wreck_it(*_: object) -> None:
+        if engine.step_count == 7:
+            nn.init.constant_(engine.hosts[0][0][-1].bias, 1e30)  # type: ignore[index]
+
+    engine.optimizers[0].register_step_post_hook(wreck_it)
+    assert restarts(train(engine, 80)) == [(8, 0)]
+    assert held_out_loss(engine.hosts[0][0]) < held_out_loss(network())
+
+
+@pytest.mark.filterwarnings("ignore:the probe's loss is not finite")
+@pytest.mark.parametrize("bad", [1, 8])
+def test_a_point_that_a_few_sub_batches_show_to_be_wrecked_is_none_and_a_bad_batch_is_no_wreck(bad: int) -> None:
+    """Of 8 sub-batches one is enough for the first; where the best point fares alike it is the batch."""
+    wrecked = 0.0
+
+    def judged(model: Any, batch: Batch) -> Tensor:
+        return loss_of(model, batch) + batch[1].new_tensor(wrecked) * (model[-1].bias > 100.0 if bad == 1 else 1.0)
+
+    def batches(window: int) -> list[Batch]:
+        return [draw(-1 - j, 32) for j in range(8)]
+
+    engine = make(guard=Rewind(), signal=hdet.Probe(judged, batches))
+    records = train(engine, 80)
+
+    def wreck_it(*_: object) -> None:
+        if engine.step_count == 87:
+            nn.init.constant_(engine.hosts[0][0][-1].bias, 200.0)  # type: ignore[index]
+
+    engine.optimizers[0].register_step_post_hook(wreck_it)
+    wrecked = 1e9
+    records = train(engine, 88)
+    assert bool(rewinds(records)) is (bad == 1)
+
+
+class Followed(nn.Module):
+    """A student, and a teacher that the loop moves: what it asks for beside the rest nobody could learn."""
+
+    def __init__(self, trained_by_another: bool) -> None:
+        super().__init__()
+        self.student = network()
+        self.target = nn.Parameter(torch.zeros(()), requires_grad=trained_by_another)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.student(x) - self.target.detach() * (40.0 * x[:, 1:2]).sin()  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:the probe is too small")
+@pytest.mark.parametrize("trained_by_another", [False, True])
+def test_a_loss_that_rises_because_a_teacher_moves_is_no_damage(trained_by_another: bool) -> None:
+    """Self-supervised losses begin low and rise; a run that went back for it learned next to nothing."""
+    model = Followed(trained_by_another)
+    optimizer = torch.optim.AdamW(model.student.parameters(), lr=0.01, weight_decay=0.0)
+    engine = Engine(
+        hdet.micro_batches(model, optimizer, n=1),
+        [rate(0.01)],
+        window=WINDOW,
+        signal=probe(),
+        total_steps=STEPS,
+        guard=Rewind(),
+    )
+
+    def move(step: int) -> None:
+        with torch.no_grad():
+            model.target.fill_(0.02 * step)
+
+    records = train(engine, before=move)
+    losses = [record.losses[0] for record in records]
+    assert losses.index(min(losses)) < 12  # type: ignore[type-var]
+    assert rewinds(records) == []
+
+
 def test_a_run_that_explores_nothing_is_guarded_too() -> None:
     """Its point is in the state, and a run that goes on from there goes back to it."""
     engine, resumed = (make(guard=Rewind(), knobs=[]) for _ in range(2))

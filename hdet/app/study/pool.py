@@ -51,15 +51,22 @@ def several(
     with ExitStack() as pools:
 
         def begin(pool: ProcessPoolExecutor | None = None) -> None:
-            """Let a pool take the next piece that waits, if one does."""
+            """Let a worker take the next piece that waits, if one does; a new one where it has died since its last."""
             place, arguments = next(waiting, (None, ()))
-            if place is not None:
-                pool = pool or pools.enter_context(_worker())
-                with _deaf():
-                    running[pool.submit(function, *arguments)] = place, pool
+            if place is None:
+                return
+            with _deaf():
+                try:
+                    future = pool.submit(function, *arguments) if pool is not None else None
+                except BrokenProcessPool:
+                    future = None
+                if future is None:
+                    pool = pools.enter_context(_worker())
+                    future = pool.submit(function, *arguments)
+                running[future] = place, pool
 
         try:
-            for _ in range(jobs):
+            for _ in range(max(1, jobs)):
                 begin()
             while running:
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
@@ -67,10 +74,10 @@ def several(
                     error = future.exception()
                     if isinstance(error, BrokenProcessPool):
                         pool, error = None, HdetError("its process died, as one that the system kills for memory")
-                    begin(pool)
                     if error is not None and not isinstance(error, Exception):
                         raise error
                     yield place, future.result() if error is None else error
+                    begin(pool)
         except KeyboardInterrupt:
             for worker in multiprocessing.active_children():  # the pools break by that, and end their futures
                 worker.terminate()

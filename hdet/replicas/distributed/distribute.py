@@ -99,7 +99,7 @@ def distribute(
     refusals.outside(group)
     bare, wrapper = unwrapped(model)
     refusals.partitioned(model, optimizer)
-    refusals.localized(optimizer)
+    refusals.localized(bare, optimizer)
     check_pair(bare, optimizer, micro_batches or copies)
     layout = of_mesh(mesh, replicate) if mesh is not None else of_group(group)
     refusals.shared_replica(bare, layout)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -155,9 +156,10 @@ def joined(model: object) -> None:
         )
 
 
-def localized(optimizer: Optimizer) -> None:
+def localized(model: nn.Module, optimizer: Optimizer) -> None:
     """Over tensor parallelism DistributedDataParallel marks what it takes off its modules by how it is sharded."""
-    if any(hasattr(parameter, "_st_info") for parameter in parameters_of(optimizer)):
+    every = chain(model.parameters(), parameters_of(optimizer))  # after a pass the model holds them no more
+    if any(hasattr(parameter, "_st_info") for parameter in every):
         raise ConfigError(
             "DistributedDataParallel over tensor parallelism (device_mesh=, replicate) takes the parameters off their "
             "modules in every forward pass, so that none are left to look at; use fully_shard over the mesh's other "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 import signal
 import threading
 import time
@@ -33,3 +34,16 @@ def test_a_worker_that_is_killed_takes_nothing_but_its_own_piece_with_it() -> No
     assert [results[place] for place in (0, 3, 4, 5)] == [(3, 1), (9, 0), (4, 1), (3, 0)]
     assert str(results[1]) == "its process died, as one that the system kills for memory"
     assert isinstance(results[2], ZeroDivisionError)
+
+
+def test_a_worker_that_dies_between_two_pieces_is_replaced() -> None:
+    results = several(os.getpid, [()] * 3, jobs=2)
+    seen = []
+    for _, process in results:
+        seen.append(process)
+        if len(seen) == 1:
+            assert isinstance(process, int)
+            os.kill(process, signal.SIGKILL)
+            time.sleep(0.5)  # its pool notices
+    assert len(seen) == 3
+    assert all(isinstance(process, int) for process in seen)
