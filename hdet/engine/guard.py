@@ -28,7 +28,10 @@ class Guard(Spec, family="guard"):
 
 
 WRECKED = 1000.0
-"""How many times the largest held-out loss that was told so far."""
+"""How many times the largest held-out loss that was told so far a wreck has at least."""
+
+MOST_RISE = 3.0
+"""How many times what had been told by the best point a teacher that moves can make of it."""
 
 Turn = Literal["rewound", "restarted"]
 """What a guard decides: to continue from the best point of the run, or to begin anew from its first weights."""
@@ -49,12 +52,15 @@ class Rewind(Guard):
 
     A point at which the held-out loss is not finite, or a thousand times what a knob's evidence has told of it at most,
     is not kept, however low the training loss of its window was: its last step may have wrecked it. The run goes back
-    at once, or begins anew where it has no point yet. In the first window only a loss that is not finite shows that.
-    Where no evidence is taken, as in the last 15 % of a run of `hdet.recommended`, nothing does.
+    at once, or begins anew where it has no point yet and still keeps the first weights. In the first window only a loss
+    that is not finite shows that. Evidence has to tell a level: `Divergent` does not, and in the last 15 % of a run of
+    `hdet.recommended` none is taken.
 
     The held-out loss of a model that holds another one's parameters too may rise because these have moved: a teacher's
     that follow the student, a critic's. So where the loop or a forward pass writes parameters that the optimizer does
-    not step, the best point's own weights have to be better beside those of now as well.
+    not step, the best point's own weights have to be better beside those of now as well, unless the loss is three times
+    what it had been at most by then. A wreck that the others have taken over, as where adapters are merged into a
+    frozen base, may stay.
 
     Some damage shows in no loss in time. Evidence taken ahead of the base during the warm-up shows it
     (`Estimate.offset`, see `Line`). If its moves lowered a rate by more than a factor of `overshoot` in all, the first
@@ -90,7 +96,7 @@ class Watch:
         self.lowest = math.inf
         self.since = 0
         self.bases: dict[str, float] = {}
-        self.level = 0.0
+        self.level = self.level_then = 0.0
         self.first: Anchor | None = None
         self.ahead: dict[str, float] = {}
         if spec.overshoot is not None:
@@ -120,19 +126,22 @@ class Watch:
             estimates: what evidence told; their levels say about what the held-out loss is.
         """
         levels = [(told.level, told.offset) for told in estimates if told.level is not None]
-        if all(self._is_usual(level) for level, _ in levels):
+        sound = all(self._is_usual(level) for level, _ in levels)
+        if sound:
             at_base = [abs(level) for level, offset in levels if not offset]
             self.level = max([self.level, *(at_base or [abs(level) for level, _ in levels])])
-        elif not self._is_usual(self._losses(harvest, nullcontext())[0].mean()):  # which was told may be ahead of it
-            return self._out_of_wreck(harvest)
+        else:
+            turn, sound = self._of_wreck(harvest)
+            if turn is not None:
+                return turn
         if self._overshot(ahead):
             return "restarted"
         loss, step = harvest.loss, harvest.window.stop
-        if loss is None:
+        if loss is None or not sound:
             return None
         if loss < self.lowest:
             self.held.take(step)
-            self.lowest, self.since, self.bases = loss, step, dict(bases)
+            self.lowest, self.since, self.bases, self.level_then = loss, step, dict(bases), self.level
             return None
         if not self._has_point or step < self.spec.patience * self.since:
             return None
@@ -152,26 +161,34 @@ class Watch:
     def _is_usual(self, level: float) -> bool:
         return math.isfinite(level) and level <= (WRECKED * self.level or math.inf)
 
-    def _out_of_wreck(self, harvest: Harvest) -> Turn | None:
-        """Where to from a point at which the held-out loss is like no other; None where the batch may be to blame."""
-        if not self._has_point:
-            over = harvest.window.stop == harvest.window.total_steps
-            return None if self.first is None or over else "restarted"
-        return "rewound" if self._is_usual(self._losses(harvest, self.held.evaluated())[0].mean()) else None
+    def _of_wreck(self, harvest: Harvest) -> tuple[Turn | None, bool]:
+        """Where to from a point at which the held-out loss may be like no other; and whether it can be kept."""
+        over = harvest.window.stop == harvest.window.total_steps
+        point = self.held if self._has_point else None if over else self.first
+        here, others_written = self._losses(harvest, nullcontext())
+        now, finite = float(here.mean()), bool(np.isfinite(here).all())
+        if self._is_usual(now):  # what was told may be ahead of the base
+            return None, True
+        of_others = finite and others_written.any()  # who may have done it alone
+        if point is not None and not of_others and self._is_usual(self._losses(harvest, point.evaluated())[0].mean()):
+            return "rewound" if self._has_point else "restarted", False
+        # The batch is to blame, or who has written the others; or there is nothing to go back to.
+        self.level = max(self.level, abs(now)) if finite else self.level
+        return None, finite
 
     def _is_lost(self, harvest: Harvest) -> bool:
         """Whether the held-out loss is higher than at the best point, beyond chance, or has become infinite or NaN."""
-        for stepped_alone in (False, True):
-            *losses, others_written = self._losses(
-                harvest, self.held.evaluated(stepped_alone=stepped_alone), nullcontext()
-            )
-            then_finite, now_finite = (np.isfinite(own).all() for own in losses)
-            higher = along((0.0, 1.0), np.stack(losses)).t_of_eight if now_finite or not then_finite else math.inf
-            if not higher > self.spec.significance:
-                return False
-            if not others_written.any():
-                break
-        return True
+        then, now, others_written = self._losses(harvest, self.held.evaluated(), nullcontext())
+        if not self._is_higher(now, then):
+            return False
+        if not others_written.any() or not now.mean() <= MOST_RISE * (self.level_then or math.inf):
+            return True
+        return self._is_higher(now, self._losses(harvest, self.held.evaluated(stepped_alone=True))[0])
+
+    def _is_higher(self, now: NDArray[np.float64], then: NDArray[np.float64]) -> bool:
+        if np.isfinite(then).all() and not np.isfinite(now).all():
+            return True
+        return along((0.0, 1.0), np.stack([then, now])).t_of_eight > self.spec.significance
 
     def _losses(self, harvest: Harvest, *points: AbstractContextManager[None]) -> NDArray[np.float64]:
         """[points + 1, J] held-out losses on one batch inside each of some blocks; then whether others are written.
@@ -195,7 +212,7 @@ class Watch:
         """The run is over: nothing is gone back to."""
         self.held, self.first = self._anchor(), None
         self.lowest, self.since, self.bases, self.ahead = math.inf, 0, {}, {}
-        self.level = 0.0
+        self.level = self.level_then = 0.0
 
     def go_back(self, turn: Turn, step: int) -> int:
         """Put a point into every model; the run then has until `patience * step` to find a better one.
@@ -240,6 +257,7 @@ class Watch:
             "since": self.since,
             "bases": dict(self.bases),
             "level": self.level,
+            "level_then": self.level_then,
             "held": self.held.state_dict(leave_out=leave_out) if self._has_point else None,
             "ahead": dict(self.ahead),
             "first": self.first.state_dict(leave_out=leave_out) if self.first is not None else None,
@@ -248,7 +266,8 @@ class Watch:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`; without a held point (a sharded checkpoint has none) the watch starts anew."""
         self.forget()
-        self.level = state.get("level", 0.0)  # states of older versions have none
+        self.level = state.get("level", 0.0)  # states of older versions have neither
+        self.level_then = state.get("level_then", 0.0)
         if state["first"] is not None:
             self.first, self.ahead = self._anchor(), dict(state["ahead"])
             self.first.load_state_dict(state["first"])

@@ -247,7 +247,7 @@ class Anchor:
         """The anchored parameters and buffers in place of the model's, inside a block.
 
         Args:
-            stepped_alone: those that the optimizer steps; all else stays as it is now.
+            stepped_alone: the parameters that the optimizer steps; all else stays as it is now.
         """
         pairs = self._pairs(self._model, ids_of(self._optimizer) if stepped_alone else None)
         with tensors.substituted([live for live, _ in pairs], [held for _, held in pairs]):
@@ -260,7 +260,9 @@ class Anchor:
             stack.enter_context(tensors.evaluated_weights(self._model, self._optimizer))
             stack.enter_context(self.substituted(stepped_alone=stepped_alone))
             if self._state.averages:
+                stepped = ids_of(self._optimizer)
                 parameters = tensors.moving_parameters(self._model, self._optimizer)
+                parameters = [own for own in parameters if not stepped_alone or id(own) in stepped]
                 own = [tensors.local(parameter.detach()) for parameter in parameters]
                 held = self._state.averaged(parameters, self.values(parameters))
                 stack.enter_context(tensors.substituted(own, held))

@@ -11,6 +11,7 @@ from typing import Any
 import explicit_loop
 import numpy as np
 import pytest
+import schedulefree
 import torch
 from torch import Tensor, nn
 
@@ -183,15 +184,20 @@ def test_a_window_whose_last_step_wrecks_the_model_is_no_point_to_go_back_to(off
 
 
 @pytest.mark.filterwarnings("ignore:the probe's loss is not finite")
-def test_where_the_first_window_ends_in_a_wreck_the_run_begins_anew() -> None:
-    engine = make(guard=Rewind())
+@pytest.mark.parametrize("bad_batch", [False, True])
+def test_where_the_first_window_ends_in_a_wreck_the_run_begins_anew(bad_batch: bool) -> None:
+    """And not where the held-out batch is to blame."""
+    batches = [draw(-1 - j, 32) for j in range(8)]
+    if bad_batch:
+        batches[3][1].fill_(math.nan)
+    engine = make(guard=Rewind(), signal=hdet.Probe(loss_of, batches))
 
     def wreck_it(*_: object) -> None:
-        if engine.step_count == 7:
+        if engine.step_count == 7 and not bad_batch:
             nn.init.constant_(engine.hosts[0][0][-1].bias, 1e30)  # type: ignore[index]
 
     engine.optimizers[0].register_step_post_hook(wreck_it)
-    assert restarts(train(engine, 80)) == [(8, 0)]
+    assert restarts(train(engine, 80)) == ([] if bad_batch else [(8, 0)])
     assert held_out_loss(engine.hosts[0][0]) < held_out_loss(network())
 
 
@@ -234,10 +240,12 @@ class Followed(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:the probe is too small")
 @pytest.mark.parametrize("trained_by_another", [False, True])
-def test_a_loss_that_rises_because_a_teacher_moves_is_no_damage(trained_by_another: bool) -> None:
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, schedulefree.AdamWScheduleFree])
+def test_a_loss_that_rises_because_a_teacher_moves_is_no_damage(trained_by_another: bool, kind: Any) -> None:
     """Self-supervised losses begin low and rise; a run that went back for it learned next to nothing."""
     model = Followed(trained_by_another)
-    optimizer = torch.optim.AdamW(model.student.parameters(), lr=0.01, weight_decay=0.0)
+    optimizer = kind(model.student.parameters(), lr=0.01, weight_decay=0.0)
+    getattr(optimizer, "train", lambda: None)()
     engine = Engine(
         hdet.micro_batches(model, optimizer, n=1),
         [rate(0.01)],
@@ -249,12 +257,44 @@ def test_a_loss_that_rises_because_a_teacher_moves_is_no_damage(trained_by_anoth
 
     def move(step: int) -> None:
         with torch.no_grad():
-            model.target.fill_(0.02 * step)
+            model.target.fill_(0.012 * step)
 
     records = train(engine, before=move)
     losses = [record.losses[0] for record in records]
     assert losses.index(min(losses)) < 12  # type: ignore[type-var]
     assert rewinds(records) == []
+
+
+class Consistent(Followed):
+    """What the student says beside the teacher counts in part."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.student(x) - 0.6 * self.target.detach()  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:the probe is too small")
+def test_a_teacher_that_follows_into_the_wreck_excuses_nothing() -> None:
+    """Beside it the best point's own weights are worse still, but the loss is far above what it has been."""
+    model = Consistent(False)
+    optimizer = torch.optim.AdamW(model.student.parameters(), lr=0.01, weight_decay=0.0)
+    engine = Engine(
+        hdet.micro_batches(model, optimizer, n=1),
+        [rate(0.01)],
+        window=WINDOW,
+        signal=probe(),
+        total_steps=STEPS,
+        guard=Rewind(),
+    )
+
+    def wreck_both(step: int) -> None:
+        with torch.no_grad():
+            model.target.fill_(10.0 if step >= 80 else 1e-3 * step)
+            if step >= 80:
+                model.student[-1].weight.zero_()  # type: ignore[union-attr, operator]
+                model.student[-1].bias.fill_(10.0)  # type: ignore[union-attr, operator]
+
+    ((stop, point), *_) = rewinds(train(engine, before=wreck_both))
+    assert point <= 80 < stop
 
 
 def test_a_run_that_explores_nothing_is_guarded_too() -> None:
