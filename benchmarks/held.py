@@ -46,6 +46,7 @@ BEST = {
     "autoencoder": Setting(6.4, 1e-6, 0.0),
     "diffusion": Setting(0.004, 0.03, 0.0),
     "sorting": Setting(0.008, 0.3, 0.0),
+    "spoken": Setting(0.064, 0.3, 0.0),
     "text_small": Setting(0.016, 0.1, 0.0),
     "text_tiny": Setting(0.01, 0.1, 0.0),
     "text_recurrent": Setting(0.032, 0.1, 0.0),
