@@ -76,11 +76,12 @@ def make(
     copies: bool = False,
     n: int = 1,
     model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
     knobs: list[hdet.Knob] | None = None,
     **options: Any,
 ) -> Engine:
     own = model if model is not None else network()
-    optimizer = torch.optim.AdamW(own.parameters(), lr=peak, weight_decay=0.0)
+    optimizer = optimizer or torch.optim.AdamW(own.parameters(), lr=peak, weight_decay=0.0)
     settings: dict[str, Any] = {"window": WINDOW, "signal": probe(), "total_steps": STEPS, **options}
     return Engine(
         (hdet.replicate if copies else hdet.micro_batches)(own, optimizer, n=n),
@@ -246,14 +247,7 @@ def test_a_loss_that_rises_because_a_teacher_moves_is_no_damage(trained_by_anoth
     model = Followed(trained_by_another)
     optimizer = kind(model.student.parameters(), lr=0.01, weight_decay=0.0)
     getattr(optimizer, "train", lambda: None)()
-    engine = Engine(
-        hdet.micro_batches(model, optimizer, n=1),
-        [rate(0.01)],
-        window=WINDOW,
-        signal=probe(),
-        total_steps=STEPS,
-        guard=Rewind(),
-    )
+    engine = make(model=model, optimizer=optimizer, guard=Rewind())
 
     def move(step: int) -> None:
         with torch.no_grad():
@@ -277,14 +271,7 @@ def test_a_teacher_that_follows_into_the_wreck_excuses_nothing() -> None:
     """Beside it the best point's own weights are worse still, but the loss is far above what it has been."""
     model = Consistent(False)
     optimizer = torch.optim.AdamW(model.student.parameters(), lr=0.01, weight_decay=0.0)
-    engine = Engine(
-        hdet.micro_batches(model, optimizer, n=1),
-        [rate(0.01)],
-        window=WINDOW,
-        signal=probe(),
-        total_steps=STEPS,
-        guard=Rewind(),
-    )
+    engine = make(model=model, optimizer=optimizer, guard=Rewind())
 
     def wreck_both(step: int) -> None:
         with torch.no_grad():
