@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import numpy as np
@@ -71,7 +72,7 @@ TASK = DrawnTask(
     steps=800,
     batch=64,
     family="adamw",
-    ignorance=0.299,
+    ignorance=math.log(2),
     grid=Grid(doubling(0.0005, 8), (0.03, 0.3)),
     starts=LEARNING_RATES + DECAYS + ALL_OFF,
     shorter=4,
