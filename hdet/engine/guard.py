@@ -28,10 +28,10 @@ class Guard(Spec, family="guard"):
 
 
 WRECKED = 1000.0
-"""How many times the largest held-out loss that was told so far a wreck has at least."""
+"""A wreck's held-out loss, at least, in units of the largest that was told so far."""
 
 MOST_RISE = 3.0
-"""How many times what had been told by the best point a teacher that moves can make of it."""
+"""Up to which a teacher that moves excuses a loss, in units of the largest that was told by the best point."""
 
 Turn = Literal["rewound", "restarted"]
 """What a guard decides: to continue from the best point of the run, or to begin anew from its first weights."""

@@ -212,10 +212,8 @@ class Anchor:
             )
         pairs = [(own[number], held) for number, held in self._parameters.items()]
         if only is not None:
-            pairs = [(parameter, held) for parameter, held in pairs if id(parameter) in only]
+            return [(tensors.local(p), held) for p, held in pairs if p is not None and id(p) in only]
         found = [(tensors.local(parameter), held) for parameter, held in pairs if parameter is not None]
-        if only is not None:
-            return found
         buffers = self._live_buffers() if model is self._model else _buffers(model)
         fits = [name for name, held in self._buffers.items() if name in buffers and buffers[name].shape == held.shape]
         return found + [(buffers[name], self._buffers[name]) for name in fits]

@@ -149,9 +149,11 @@ def refused() -> dict[str, str]:
         model.register_buffer("other", buffer)
         return pair(model)
 
-    def localized() -> Any:
-        model = parallelize_module(network(), mesh["dp_shard"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-        return pair(DistributedDataParallel(model, device_mesh=mesh["dp_replicate"]))
+    def localized(trained: bool) -> Any:
+        base = parallelize_module(network(), mesh["dp_shard"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        adapted = nn.Sequential(base.requires_grad_(trained), nn.Linear(1, 1))
+        model = DistributedDataParallel(adapted, device_mesh=mesh["dp_replicate"])
+        return hdet.distribute(model, torch.optim.SGD((model if trained else adapted[1]).parameters(), lr=0.1))
 
     def local_hsdp() -> Any:
         with patch.object(fully_sharded, "COMMON", "torch.somewhere_else"):
@@ -160,7 +162,8 @@ def refused() -> dict[str, str]:
     attempts = {
         "zero": zero,
         "one replica": lambda: pair(sharded(mesh["dp_shard"])),
-        "localized": localized,
+        "localized": lambda: localized(trained=True),
+        "localized base": lambda: localized(trained=False),
         "local hsdp": local_hsdp,
         "seed": lambda: engine(plain(), seed=rank % 2),
         "knobs": lambda: engine(plain(), knobs=[hdet.LearningRate(spread=TwoLevel(0.1 + 0.1 * (rank == 3)))]),
@@ -639,6 +642,7 @@ def test_fingerprints_of_tensors_that_are_no_plain_memory() -> None:
         ("zero", "ZeroRedundancyOptimizer partitions the optimizer"),
         ("one replica", "share one replica and cannot hold different values"),
         ("localized", "takes the parameters off their modules"),
+        ("localized base", "takes the parameters off their modules"),
         ("local hsdp", "shard over the other dimension only"),
         ("seed", "the ranks disagree on seed: seed is 0 on rank 0 and 1 on rank 1"),
         ("knobs", "the ranks disagree on knobs"),
