@@ -59,7 +59,8 @@ def judge(trainer: Trainer, module: LightningModule, probe: Probe | Iterable[Any
         batch = module._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch))
         return trainer.strategy.batch_to_device(batch)
 
-    with numbers_lent(f"hdet.probe:{seed}", accelerators(module)), evaluating(module), _validating(trainer):
+    numbers = numbers_lent(f"hdet.probe:{seed}", accelerators(module), *module.modules())
+    with numbers, evaluating(module), _validating(trainer):
         batches = [moved(batch) for batch in _first(probe)]
 
     def validation_loss(model: nn.Module, numbered: tuple[int, Any]) -> Tensor:

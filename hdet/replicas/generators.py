@@ -1,4 +1,4 @@
-"""The generators of random numbers that batches draw from, beside torch's default ones."""
+"""The generators of random numbers that batches and models draw from, beside torch's default ones."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from hdet.replicas.random_numbers import seeded
 PARTS = ("sampler", "batch_sampler", "dataset")
 """Attributes of a loader, of its samplers and of its data set, that may hold generators in turn."""
 
+KINDS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
+
 
 @contextmanager
-def generators_kept(batches: object) -> Iterator[None]:
+def generators_kept(*holders: object) -> Iterator[None]:
     """Generators are after the block as they were before it, so that the next one draws the same numbers.
 
-    These are Python's and NumPy's global ones, and those that a DataLoader, its samplers and its data sets hold as
-    attributes. A generator that is held elsewhere, or by a worker process, is not seen.
+    These are Python's and NumPy's global ones, and those that modules, a DataLoader, its samplers and its data sets
+    hold as attributes. A generator that is held elsewhere, or by a worker process, is not seen.
 
     >>> with generators_kept([]):
     ...     first = random.random()
@@ -32,7 +34,7 @@ def generators_kept(batches: object) -> Iterator[None]:
     restores: list[Callable[[], object]] = [
         partial(random.setstate, random.getstate()),
         partial(np.random.set_state, np.random.get_state()),
-        *(restore for held in _held(batches) if (restore := _restore(held)) is not None),
+        *map(_restore, _held(holders)),
     ]
     try:
         yield
@@ -42,50 +44,48 @@ def generators_kept(batches: object) -> Iterator[None]:
 
 
 @contextmanager
-def numbers_lent(text: str, devices: Iterable[torch.device] = (), batches: object = ()) -> Iterator[None]:
+def numbers_lent(text: str, devices: Iterable[torch.device] = (), *holders: object) -> Iterator[None]:
     """The global generators, of the CPU and of some devices, are seeded by a text inside the block only.
 
-    So are those that the batches hold.
+    So are those that batches or modules hold.
     """
-    with seeded(devices, text), generators_kept(batches):
-        for held in _held(batches):
+    with seeded(devices, text), generators_kept(*holders):
+        for held in _held(holders):
             _seed(held, text)
         random.seed(text)
         np.random.seed(random.getrandbits(32))
         yield
 
 
-def _held(batches: object) -> list[Any]:
-    """What the parts hold as attributes, each part looked at once."""
-    parts = [batches]
+def _held(holders: Iterable[object]) -> list[Any]:
+    """The generators that these and their parts hold as attributes, each part looked at once."""
+    parts = list(holders)
     held: list[Any] = []
     for part in parts:  # which grows as it is gone through
         attributes = getattr(part, "__dict__", {})
-        held += attributes.values()
+        held += [own for own in attributes.values() if isinstance(own, KINDS)]
         new = [attributes[name] for name in PARTS if name in attributes]
         parts += [one for one in new if not any(one is other for other in parts)]
     return held
 
 
 def _seed(held: Any, text: str) -> None:
-    """Seed a generator by a text; leave anything else alone."""
+    """Seed a generator by a text."""
     number = random.Random(text).getrandbits(32)
     if isinstance(held, torch.Generator):
         held.manual_seed(number)
     elif isinstance(held, (random.Random, np.random.RandomState)):
         held.seed(number)
-    elif isinstance(held, np.random.Generator):
+    else:
         held.bit_generator.state = type(held.bit_generator)(number).state
 
 
-def _restore(held: Any) -> Callable[[], object] | None:
-    """How a generator gets the state back that it has now; None for anything else."""
+def _restore(held: Any) -> Callable[[], object]:
+    """How a generator gets the state back that it has now."""
     if isinstance(held, torch.Generator):
         return partial(held.set_state, held.get_state())
     if isinstance(held, random.Random):
         return partial(held.setstate, held.getstate())
     if isinstance(held, np.random.RandomState):
         return partial(held.set_state, held.get_state())
-    if isinstance(held, np.random.Generator):
-        return partial(setattr, held.bit_generator, "state", held.bit_generator.state)
-    return None
+    return partial(setattr, held.bit_generator, "state", held.bit_generator.state)

@@ -36,8 +36,8 @@ class Probe:
     loop has in eval mode.
 
     What batches, and the model in evaluation, draw from the global generators of torch, Python and NumPy follows from
-    the window's number. These generators, and those that a DataLoader, its samplers and its data sets hold, are left as
-    they were, so that training draws what it would without a probe.
+    the window's number. These generators, and those that modules, a DataLoader, its samplers and its data sets hold,
+    are left as they were, so that training draws what it would without a probe.
 
     Args:
         loss: `loss(model, batch)`, the mean loss of one sub-batch as a 0-dim tensor, or several sub-batches' at
@@ -122,7 +122,7 @@ class Probe:
             kept_statistics: of BatchNorm layers, in place of each batch's (`by_each_batch`).
         """
         normalising = nullcontext() if kept_statistics else by_each_batch(model)
-        numbers = numbers_lent(f"hdet.probe.loss:{window}", accelerators_in_use())
+        numbers = numbers_lent(f"hdet.probe.loss:{window}", accelerators_in_use(), *model.modules())
         with normalising, evaluating(model, optimizer), numbers:
             folding = None if "folds" in self._told else Folding(model)
             yield

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import schedulefree
 import torch
@@ -145,6 +147,20 @@ def streaming(model: nn.Module, optimizer: Any, search: Search) -> None:
     handle.remove()
 
 
+def drawing(model: nn.Module, optimizer: Any, search: Search) -> None:
+    """Noise from generators that a layer holds, in evaluation too."""
+    first: Any = model[0]  # type: ignore[index]
+    first.own, first.numpys, first.pythons = torch.Generator(), np.random.default_rng(3), random.Random(3)
+
+    def noisy(module: Any, inputs: Any, output: Tensor) -> Tensor:
+        same = module.numpys.standard_normal() + module.pythons.random()
+        return output + 0.1 * torch.randn(output.shape, generator=module.own) + 0.1 * same
+
+    handle = first.register_forward_hook(noisy)
+    plain(model, optimizer, search)
+    handle.remove()
+
+
 def functional(model: nn.Module, optimizer: Any, search: Search) -> None:
     """Gradients of a function of the parameters, which stand in the places of the model's for as long as it runs."""
 
@@ -200,6 +216,7 @@ LOOPS: dict[str, Train] = {
     "frozen part": frozen,
     "two forwards to a backward": siamese,
     "state in evaluation": streaming,
+    "generators of a layer's own": drawing,
     "gradients of a function": functional,
     "gradients of each example": by_example,
 }
