@@ -1,11 +1,15 @@
-"""What can be asked of a tensor: is it dense, has it arithmetic, can it be written over; and another shape for one."""
+"""What can be asked of a tensor: is it dense, has it arithmetic, can it be written over; another shape for one; and
+writes that are undone."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 """Dtypes with arithmetic of their own. Quantized states have scales that tell nothing by themselves."""
@@ -37,3 +41,11 @@ def _apart(size: int, step: int) -> bool:
 def resized(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     """The tensor itself, which from now on has this shape, and any values if it had another."""
     return tensor if tensor.shape == torch.Size(shape) else tensor.resize_(shape)
+
+
+def unwritten(tensors: Sequence[Tensor]) -> AbstractContextManager[Any]:
+    """As its block ends, to autograd nobody has written these since it was made: they have the values of then again.
+
+    A graph that is still to go backward may hold them, as that of a loss whose optimizer steps later does.
+    """
+    return _unsafe_preserve_version_counter(tuple(tensor for tensor in tensors if not tensor.is_inference()))

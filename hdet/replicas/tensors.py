@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from hdet.errors import ConfigError
 from hdet.hparams.param_groups import ids_of
-from hdet.replicas.dense import has_arithmetic
+from hdet.replicas.dense import has_arithmetic, unwritten
 from hdet.replicas.walk import Walk, fully_sharded
 from hdet.replicas.written_buffers import attributes_kept, buffers_kept, frozen_kept, rows_kept
 
@@ -389,10 +389,11 @@ def put_aside(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     It gives the copies that are put back.
     """
     saved = clones(tensors)
-    try:
-        yield saved
-    finally:
-        copy_(tensors, saved)
+    with unwritten(tensors):
+        try:
+            yield saved
+        finally:
+            copy_(tensors, saved)
 
 
 @contextmanager

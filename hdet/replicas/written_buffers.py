@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hdet.nn.names import named_modules
-from hdet.replicas.dense import can_be_written, has_arithmetic, resized
+from hdet.replicas.dense import can_be_written, has_arithmetic, resized, unwritten
 
 LARGE = 2**22
 """Bytes of a buffer that is copied for one evaluation only if another one has written it."""
@@ -189,6 +189,8 @@ class _Held:
             and can_be_written(_part(buffer))
             and (name in seen if seen is not None else _part(buffer).nbytes <= LARGE)
         }
+        copied = [buffer for name, buffer in self._buffers.items() if name in self._values and buffer is not None]
+        self._unwritten = unwritten([*copied, *map(_part, copied)])
 
     def put_back(self) -> None:
         """What was written has its values again, and what was replaced its place; `written` says which."""
@@ -203,13 +205,14 @@ class _Held:
         ]
         if not self.written:
             return
-        for name in self.written:
-            buffer = self._buffers[name]
-            if now.get(name) is not buffer:
-                self.module._buffers[name] = buffer
-            if name in self._values and buffer is not None:
-                value = self._values[name]
-                resized(_part(buffer), value.shape).copy_(value)
+        with self._unwritten:
+            for name in self.written:
+                buffer = self._buffers[name]
+                if now.get(name) is not buffer:
+                    self.module._buffers[name] = buffer
+                if name in self._values and buffer is not None:
+                    value = self._values[name]
+                    resized(_part(buffer), value.shape).copy_(value)
         if any(now.get(name) is self._buffers[name] and name not in self._values for name in self.written):
             return  # what was written is lost, and what goes with it stays with it
         vars(self.module).update({name: own for name, own in self._attributes.items() if isinstance(own, PLAIN)})

@@ -304,6 +304,43 @@ def test_any_optimizer_is_what_it_was_bit_for_bit(name: str, loop: str, assert_s
     assert len(search.history) >= 4
 
 
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.other = (
+            nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3)) for _ in range(2)
+        )
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return self.own(inputs), self.other(inputs)
+
+
+def test_another_optimizers_loss_may_go_backward_after_the_step(assert_same: Any) -> None:
+    """As an actor's and a critic's from one forward pass: what is put back is, to its graph, not written."""
+
+    def losses(model: nn.Module, given: tuple[Tensor, Tensor]) -> list[Tensor]:
+        return [F.cross_entropy(output, given[1]) for output in model(given[0])]
+
+    held_out = hdet.Probe(lambda model, given: torch.stack(losses(model, given)).sum(), probe().batches)
+    ends = []
+    for searched in (False, True):
+        torch.manual_seed(7)
+        model = TwoHeads()
+        own, other = (torch.optim.AdamW(head.parameters(), lr=1e-3) for head in (model.own, model.other))
+        options: dict[str, Any] = {"schedule": None, "knobs": HELD[:2], "window": 5, "tail": None, "quiet": True}
+        search = hdet.attach(model, own, probe=held_out, **options) if searched else None
+        for step in range(20):
+            first, second = losses(model, batch(step))
+            told(search, first)
+            for optimizer, loss in ((own, first), (other, second)):
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        ends.append([model.state_dict(), own.state_dict(), other.state_dict()])
+        assert search is None or len(search.history) == 4
+    assert_same(*ends)
+
+
 @pytest.mark.parametrize("what", ["model", "in place", "step", "both"])
 def test_compiled_it_is_what_it_was_bit_for_bit(what: str, assert_same: Any) -> None:
     """The hooks break graphs and are never traced."""

@@ -13,6 +13,7 @@ from hdet.evidence.parts.batch_statistics import BatchStatistics, Statistics, st
 from hdet.evidence.scene import Harvest, Scene
 from hdet.replicas import tensors
 from hdet.replicas.batch_norm import following
+from hdet.replicas.dense import unwritten
 
 Write = Callable[[Sequence[Tensor]], None]
 """Writes the weights of a point over the tensors that it is given, those of `Scene.moving` in one model."""
@@ -138,6 +139,7 @@ class _PutAside:
         self._written = False
         self._buffers = statistics_of(self._model) if statistics is not None and statistics.layers else []
         self._kept_buffers = tensors.clones(self._buffers)
+        self._unwritten = unwritten([*self._live, *self._buffers])
         self._statistics = statistics
 
     def write(self, point: Write) -> None:
@@ -152,8 +154,9 @@ class _PutAside:
         """The weights as they were."""
         if self._written:
             tensors.reshard(self._model)
-            tensors.copy_(self._live, self._kept)
-            tensors.copy_(self._buffers, self._kept_buffers)
+            with self._unwritten:
+                tensors.copy_(self._live, self._kept)
+                tensors.copy_(self._buffers, self._kept_buffers)
             self._written = False
 
 
