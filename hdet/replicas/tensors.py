@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors
+from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from hdet.errors import ConfigError
@@ -397,12 +398,18 @@ def put_aside(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 @contextmanager
-def cast_anew() -> Iterator[None]:
-    """Autocast casts weights anew inside the block and after it: what it holds of an enclosing block is of others."""
+def made_anew() -> Iterator[None]:
+    """Weights are cast (autocast) and worked out (`parametrize.cached`) anew inside the block.
+
+    What is kept for an enclosing block of the loop's is of other weights. Of casts nothing is kept after it either.
+    """
     torch.clear_autocast_cache()
+    held = parametrize._cache_enabled, parametrize._cache
+    parametrize._cache_enabled, parametrize._cache = 0, {}
     try:
         yield
     finally:
+        parametrize._cache_enabled, parametrize._cache = held
         torch.clear_autocast_cache()
 
 
@@ -422,7 +429,7 @@ def evaluating(model: nn.Module, optimizer: Optimizer | None = None) -> Iterator
             evaluated_weights(model, optimizer),
             rows_kept(modules),
             frozen_kept(modules),
-            cast_anew(),
+            made_anew(),
         ):
             try:
                 yield

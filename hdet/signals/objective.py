@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from hdet.errors import ConfigError, StepError
-from hdet.replicas.tensors import cast_anew
+from hdet.replicas.tensors import made_anew
 from hdet.signals.batches import drawn_batches, number_of, require_batches, shown
 from hdet.signals.probe import real
 
@@ -74,7 +74,7 @@ class Objective:
         Raises:
             StepError: it is no scalar.
         """
-        with cast_anew():
+        with made_anew():
             value = self.loss(model, batch)
         if not isinstance(value, Tensor) or value.numel() != 1:
             shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__

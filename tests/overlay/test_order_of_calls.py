@@ -12,6 +12,7 @@ import pytest
 import torch
 from attach_parts import STEPS, adamw, attached, batch, loss_of, network, probe
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.checkpoint import checkpoint
 
@@ -329,6 +330,24 @@ def test_a_step_inside_autocast_is_judged_by_the_weights_that_it_moves(within: b
     slopes = [record.estimates["learning_rate"]["slope"] for record in search.history]
     assert len(set(slopes)) > 4
     assert search.shifts["learning_rate"].factor > 1.5
+
+
+def test_a_step_inside_parametrizes_cache_is_judged_by_the_weights_that_it_moves(assert_same: Any) -> None:
+    """It keeps what parametrized weights were worked out to, to the end of its outermost block."""
+    found = []
+    for keeps in (parametrize.cached, nullcontext):
+        torch.manual_seed(7)
+        model = network()
+        parametrizations.weight_norm(model[0])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        search = attached(model, optimizer)
+        for step in range(STEPS):
+            with keeps():
+                search.loss(loss_of(model, batch(step))).backward()
+                optimizer.step()
+            optimizer.zero_grad()
+        found.append([record.estimates for record in search.history])
+    assert_same(*found)
 
 
 @pytest.mark.parametrize("micro_batches", [None, 1])
