@@ -44,7 +44,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("gradients", ["shared", "local"])
-@pytest.mark.parametrize("inner", [Mean("keep"), Mean("average"), Weighted(0.5)])
+@pytest.mark.parametrize("inner", [Mean("keep"), Mean("average"), Weighted(0.5), Outer(0.5)])
 def test_sgd_of_rate_1_without_momentum_is_the_inner_merge_bit_for_bit(
     inner: Merge, gradients: str, problem: Any, train: Any
 ) -> None:
@@ -55,9 +55,18 @@ def test_sgd_of_rate_1_without_momentum_is_the_inner_merge_bit_for_bit(
     assert same(held(plain), held(outer))
 
 
+class Halving(torch.optim.SGD):
+    """Keeps in its group what it has come to."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        self.param_groups[0]["lr"] /= 2
+
+
 @pytest.mark.parametrize(
     ("merge", "reference"),
     [
+        (Outer(optimizer=f"{__name__}:Halving", options={}), lambda ps: Halving(ps, lr=0.7)),
         (Outer(), lambda ps: torch.optim.SGD(ps, lr=0.7, momentum=0.9, nesterov=True)),
         (
             Outer(0.05, optimizer="Adam", options={"betas": [0.8, 0.9]}),
@@ -336,7 +345,7 @@ def test_fields_that_cannot_be(fields: Any, told: str) -> None:
         ({"optimizer": "Adam", "options": {"momentum": 0.9}}, "cannot make the optimizer 'Adam'"),
         ({"optimizer": "LBFGS", "options": {}}, "Outer cannot step by 'LBFGS'.*takes dense gradients and no closure"),
         ({"optimizer": "SparseAdam", "options": {}}, "Outer cannot step by 'SparseAdam'"),
-        ({"optimizer": "builtins:dict", "options": {}}, "cannot make|makes no torch optimizer"),
+        ({"optimizer": "unittest.mock:Mock"}, "'unittest.mock:Mock', which makes no torch optimizer"),
     ],
 )
 def test_optimizers_that_cannot_be(fields: Any, told: str, problem: Any) -> None:
