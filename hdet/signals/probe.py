@@ -157,7 +157,7 @@ class Probe:
         """
         batches = self.draw(window) if batches is None else batches
         found = self._measured(model, window, optimizer, batches, kept_statistics)
-        if not kept_statistics and window <= LOOKS[-1] and following(model):
+        if not kept_statistics and following(model):
             if window < LOOKS[0]:
                 self._looks.setdefault("first", found)
             # Resumed, it is not known what was learned. Once told, too: sharded, all ranks have to evaluate.
@@ -186,7 +186,7 @@ class Probe:
                 ) from error
         if _versions(batches) != versions:
             self._notice_written()
-        return torch.cat(checked(losses)).detach().double()
+        return torch.cat(checked(losses)).double()
 
     def _notice_unlike(self, by_batch: Tensor, kept: Tensor) -> None:
         """Say it once where normalising by its batches costs more than half of what was learned, and of the loss."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
+import weakref
 from itertools import repeat
 from typing import Any
 
@@ -54,8 +55,12 @@ def test_a_loss_that_takes_gradients_of_its_own_says_so() -> None:
         return (slope - 1.0).square().mean()
 
     def enabled(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+        assert not held, "the graphs of all batches are kept"
         with torch.enable_grad():
-            return residual(model, inputs)
+            held.add(loss := residual(model, inputs))
+            return loss
+
+    held: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
 
     model, points = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)), [torch.randn(4, 1) for _ in range(2)]
     with pytest.raises(StepError, match="the probe's loss asks for gradients itself"):
@@ -179,16 +184,16 @@ def test_batches_of_texts_of_other_lengths_are_measured(layout: torch.layout) ->
 
 def test_modes_come_back_after_an_error(problem: Any) -> None:
     model = problem.model(nn.Dropout(0.5))
-    probe = Probe(lambda model, batch: 1 / 0, [0, 1])
-    with pytest.raises(ZeroDivisionError):
+    probe = Probe(lambda model, batch: torch.ones(2).reshape(3), [0, 1])
+    with pytest.raises(RuntimeError, match=r"^shape"):
         probe.measure(model, 0)
     assert all(module.training for module in model.modules())
 
 
 def test_one_forward_may_give_all_losses_at_once(problem: Any) -> None:
     model = problem.model()
-    x = torch.cat([problem.batch(-1, j)[0] for j in range(3)])
-    y = torch.cat([problem.batch(-1, j)[1] for j in range(3)])
+    with torch.inference_mode():  # as batches may be made
+        x, y = (torch.cat(parts) for parts in zip(*(problem.batch(-1, j) for j in range(3)), strict=True))
     whole = Probe(lambda m, b: (m(b[0]) - b[1]).square().reshape(3, -1).mean(dim=1), [(x, y)])
     torch.testing.assert_close(whole.measure(model, 0), problem.probe().measure(model, 0))
 
@@ -239,8 +244,8 @@ def test_a_function_that_gives_no_batch_is_told_of(problem: Any) -> None:
 
 
 def test_a_smaller_last_batch_is_said_once(problem: Any) -> None:
-    sizes = {"last": (8, 8, 3), "graphs": (8, 5, 7), "larger": (8, 8, 9), "alike": (8, 8, 8)}
-    batches = {name: [(torch.ones(n, 4), torch.ones(n, 1)) for n in own] for name, own in sizes.items()}
+    sizes = {"last": (8, 3), "graphs": (8, 5, 7), "larger": (8, 8, 9), "alike": (8, 8, 8)}
+    batches = {name: [(torch.ones(()), torch.ones(n, 1)) for n in own] for name, own in sizes.items()}
     for name in ("graphs", "larger", "alike"):
         Probe(problem.loss, batches[name]).draw(0)
     probe = Probe(problem.loss, batches["last"])
@@ -414,19 +419,40 @@ def test_batches_that_are_less_mixed_than_those_of_training_are_told_of_once(sor
             optimizer.step()
             optimizer.zero_grad()
             if step % 10 == 0:
-                probe.measure(model, step // 10)
+                for kept in (True, False):
+                    probe.measure(model, step // 10, kept_statistics=kept)
     said = [str(one.message) for one in told if "by which it is judged" in str(one.message)]
     assert len(said) == sort
 
 
-@pytest.mark.parametrize("first", [0, 3])
-def test_of_a_search_that_goes_on_it_is_not_known_what_was_learned(first: int) -> None:
-    """So it does not warn where it would not have in one sitting."""
-    layer, window = nn.BatchNorm1d(1), first
-    probe = Probe(lambda model, x: (0.7 if window else 2.0) - 0.3 * model(x).mean(), [1.0 + torch.randn(16, 1)] * 2)
+@pytest.mark.parametrize(
+    ("layer", "first", "looks"),
+    [(nn.BatchNorm1d(1), 0, [2, 4, 8]), (nn.BatchNorm1d(1), 2, []), (nn.Identity(), 0, [])],
+)
+def test_of_a_search_that_goes_on_it_is_not_known_what_was_learned(
+    layer: nn.Module, first: int, looks: list[int]
+) -> None:
+    """So it does not warn where it would not have in one sitting; and looks are few."""
+    asked: list[int] = []
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        asked.append(window)
+        return (0.7 if window else 2.0) - 0.3 * model(x).mean()
+
+    probe = Probe(loss, [1.0 + torch.randn(16, 1)] * 2)
     with warnings.catch_warnings(action="error"):
-        for window in range(first, 9):
+        for window in [*range(first, 9)] * 2:
             probe.measure(layer, window)
+    assert [window for window in range(first, 9) if asked.count(window) > 4] == looks
+    assert max(map(asked.count, asked)) <= 6
+
+
+def test_batches_that_differ_much_do_not_prove_it() -> None:
+    """Those far from the kept mean cost much and the others nothing."""
+    layer, batches = nn.BatchNorm1d(1), [mean + torch.randn(16, 1) for mean in (0.0, 4.0)]
+    probe = Probe(lambda model, x: 2.5 - model(x).mean(), batches)
+    for window in range(3):
+        probe.measure(layer, window)
 
 
 @pytest.mark.parametrize("trains", [False, True])
