@@ -205,18 +205,25 @@ def both(model: Any, step: int = 0, index: int = 0) -> Tensor:
 )
 def test_parameters_may_be_frozen_and_thawed_in_mid_run(horizon: int, trained: str, then: str, slope: float) -> None:
     """One half pulls the probe one way and the other the other way; the record starts anew in the second window."""
-    model = Halves()
-    engine = Engine(
-        hdet.micro_batches(model, torch.optim.SGD(model.parameters(), lr=RATE), n=4),
-        [knob(evidence=Contrast(horizon=horizon))],
-        window=16,
-        signal=Probe(lambda model, batch: batch * (AIM @ (model.w - model.other)), (1.0, 1.0)),
-        total_steps=32,
-        seed=1,
-    )
-    for until, names in ((16, trained), (32, then)):
+
+    def fresh() -> Engine:
+        model = Halves()
+        return Engine(
+            hdet.micro_batches(model, torch.optim.SGD(model.parameters(), lr=RATE), n=4),
+            [knob(evidence=Contrast(horizon=horizon))],
+            window=16,
+            signal=Probe(lambda model, batch: batch * (AIM @ (model.w - model.other)), (1.0, 1.0)),
+            total_steps=32,
+            seed=1,
+        )
+
+    engine = fresh()
+    for until, names in ((16, trained), (27, then), (32, then)):
+        if until == 32:  # taken up by a loop that freezes only after it has loaded
+            (resumed := fresh()).load_state_dict(engine.state_dict())
+            engine = resumed
         for name in ("w", "other"):
-            getattr(model, name).requires_grad_(name in names.split())
+            getattr(engine.replicas[0].model, name).requires_grad_(name in names.split())
         train(engine, until, loss=both)
     expected = 16 * slope * ONE_STEP * secant()
     assert engine.history.windows[-1].estimates["a"]["slope"] == pytest.approx(expected, rel=1e-5, abs=1e-5)
