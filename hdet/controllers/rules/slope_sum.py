@@ -15,8 +15,8 @@ from hdet.controllers.part import SlopeRule
 from hdet.spec import register
 from hdet.sub_batches import accumulated
 
-# Windows in a row against the sum, after which it is begun anew: a loss that once was enormous must not rule for ever.
-_WINDOWS_AGAINST = 4
+# A loss may fall by so much before older slopes count for less: those of an enormous loss are enormous too.
+_MOST_FALL = 2.0
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,9 @@ class SlopeSumState(Sums):
     """The discounted sum of slopes per unit of the knob's value.
 
     Attributes:
-        against: windows in a row whose slope had another sign than the sum.
         first, lowest: held-out loss of the first window that told it, and the lowest since; infinite before.
     """
 
-    against: int = 0
     first: float = math.inf
     lowest: float = math.inf
 
@@ -36,6 +34,17 @@ class SlopeSumState(Sums):
     def fall(self) -> float:
         """How far the held-out loss has fallen; 0 where nobody told it."""
         return self.first - self.lowest if self.first < math.inf else 0.0
+
+    @property
+    def scale(self) -> float:
+        """The held-out loss that sums are measured by: the first, until one is less than half of it."""
+        return min(self.first, _MOST_FALL * self.lowest)
+
+    def told(self, level: float | None) -> SlopeSumState:
+        """The state with a window's held-out loss."""
+        if level is None or not math.isfinite(level):
+            return self
+        return replace(self, first=self.first if self.first < math.inf else level, lowest=min(self.lowest, level))
 
 
 class SummedSlopes(SlopeRule):
@@ -54,11 +63,11 @@ class SummedSlopes(SlopeRule):
         if context.base <= 0.0:
             return state
         slope, error = estimate.slope / context.base, estimate.normal_stderr / context.base
-        against = state.against + 1 if slope * state.total < 0 else 0
-        if against >= _WINDOWS_AGAINST or (state.sums and not estimate.has_sub_batches):
-            against, kept = 0, 0.0
-        else:
-            kept = self.memory ** window_share(self.window_steps, context)
+        told = state.told(estimate.level)
+        others = bool(state.sums) and not estimate.has_sub_batches
+        kept = 0.0 if others else self.memory ** window_share(self.window_steps, context)
+        if 0.0 < told.scale < state.scale < math.inf:
+            kept *= told.scale / state.scale
         total, variance = kept * state.total + slope, kept * kept * state.variance + error * error
         sums: tuple[float, ...] = ()
         if estimate.has_sub_batches:
@@ -66,18 +75,7 @@ class SummedSlopes(SlopeRule):
             total, variance = sum(own / len(sums) for own in sums), 0.0
         if not (math.isfinite(total) and math.isfinite(variance)):
             return self.retreat(state, context)
-        first, lowest = state.first, state.lowest
-        if estimate.level is not None and math.isfinite(estimate.level):
-            first, lowest = (first if first < math.inf else estimate.level), min(lowest, estimate.level)
-        return replace(
-            state,
-            total=total,
-            variance=variance,
-            sums=sums,
-            against=against,
-            first=first,
-            lowest=lowest,
-        )
+        return replace(told, total=total, variance=variance, sums=sums)
 
 
 @register
@@ -90,8 +88,9 @@ class SlopeSum(SummedSlopes):
         move = -rate clip(tau / saturation, -1, 1)  if |tau| > gate
 
     `Gated` sums t-statistics. A sum of slopes does not believe most the windows whose probe batches are easy: their
-    errors are small. Four windows in a row that say the opposite begin it anew. Early windows are believed less, unless
-    decay takes a large share of how far the held-out loss has fallen (docs/evidence.md).
+    errors are small. Once the held-out loss has fallen below half of the first, the sum shrinks in proportion to it.
+    Early windows are believed less, unless decay takes a large share of how far the held-out loss has fallen
+    (docs/evidence.md).
 
     Args:
         rate: largest move in a window of `window_steps` steps, in coordinates. Other windows have their share of it,
