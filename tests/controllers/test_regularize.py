@@ -335,6 +335,14 @@ def test_after_a_rewind_it_goes_back_to_the_value_that_worked_but_not_up() -> No
     assert regularize.retreat(state, context, 0.0)[0] == 0.0
 
 
+def test_a_slope_that_once_was_enormous_does_not_rule_for_ever() -> None:
+    """The fourth window in a row that says the opposite begins the sum anew."""
+    regularize = rule(memory=0.99)
+    spike = (Estimate(slope=-50.0, stderr=25.0, level=2.0), SMALL_GAP)
+    after = moves(regularize, spike, *[(slope(0.02), SMALL_GAP)] * 5)[1:]
+    assert after == [0.0, 0.0, 0.0, pytest.approx(-0.1), pytest.approx(-0.1)]
+
+
 def test_a_sum_of_sub_batches_is_their_mean_per_unit_of_the_value() -> None:
     summed, context = SlopeSum(memory=0.5, window_steps=None), Context(base=0.5)
     state = summed.observe(summed.start(), Estimate(2.0, stderr=1.0, slopes=(1.0, 3.0)), context)
@@ -343,12 +351,24 @@ def test_a_sum_of_sub_batches_is_their_mean_per_unit_of_the_value() -> None:
     assert state == SlopeSumState(total=4.0, sums=(1.0, 7.0))
 
 
+def test_after_four_windows_against_it_a_sum_counts_them_anew() -> None:
+    state = SlopeSum().observe(SlopeSumState(total=9.0, variance=1.0, against=3), slope(-0.1), Context())
+    assert (state.total, state.against) == (-0.1, 0)
+
+
 @pytest.mark.parametrize(
     ("levels", "kept"),
-    [((8.0, 4.0), 1.0), ((8.0, 2.0), 0.5), ((8.0, 2.0, 3.0), 0.5), ((8.0, 2.0, 1.0), 0.25), ((8.0, -1.0), 1.0)],
+    [
+        ((8.0, 4.0), 1.0),
+        ((8.0, 2.0), 0.5),
+        ((8.0, 2.0, 3.0), 0.5),
+        ((8.0, 2.0, 1.0), 0.25),
+        ((8.0, -1.0), 1.0),
+        ((None, 8.0, math.nan, -math.inf, 2.0), 0.5),
+    ],
 )
 def test_slopes_of_an_enormous_loss_count_in_proportion_to_what_it_has_become(
-    levels: tuple[float, ...], kept: float
+    levels: tuple[float | None, ...], kept: float
 ) -> None:
     rule = SlopeSum(memory=1.0 - 1e-9)
     state = rule.start()

@@ -15,7 +15,9 @@ from hdet.controllers.part import SlopeRule
 from hdet.spec import register
 from hdet.sub_batches import accumulated
 
-# A loss may fall by so much before older slopes count for less: those of an enormous loss are enormous too.
+# Windows in a row against the sum, after which it is begun anew: one slope that was enormous must not rule for ever.
+_WINDOWS_AGAINST = 4
+# By so much a loss may fall before older slopes count for less: those of an enormous loss are enormous too.
 _MOST_FALL = 2.0
 
 
@@ -24,9 +26,11 @@ class SlopeSumState(Sums):
     """The discounted sum of slopes per unit of the knob's value.
 
     Attributes:
+        against: windows in a row whose slope had another sign than the sum.
         first, lowest: held-out loss of the first window that told it, and the lowest since; infinite before.
     """
 
+    against: int = 0
     first: float = math.inf
     lowest: float = math.inf
 
@@ -37,10 +41,10 @@ class SlopeSumState(Sums):
 
     @property
     def scale(self) -> float:
-        """The held-out loss that sums are measured by: the first, until one is less than half of it."""
+        """The held-out loss that sums are measured by: the first, or twice the lowest where that is less."""
         return min(self.first, _MOST_FALL * self.lowest)
 
-    def told(self, level: float | None) -> SlopeSumState:
+    def with_level(self, level: float | None) -> SlopeSumState:
         """The state with a window's held-out loss."""
         if level is None or not math.isfinite(level):
             return self
@@ -50,7 +54,9 @@ class SlopeSumState(Sums):
 class SummedSlopes(SlopeRule):
     """Keeps the discounted sum of slopes; what it says is the rule's.
 
-    It is begun anew where windows come to have other sub-batches than those before, or none.
+    Once the lowest held-out loss is less than half of the first, the sum shrinks in proportion to it; a loss that is
+    not above 0 changes nothing. The sum is begun anew by four windows in a row that say the opposite, and where windows
+    come to have other sub-batches than those before, or none.
     """
 
     memory: float = Field(default=0.8, ge=0, lt=1)
@@ -63,11 +69,14 @@ class SummedSlopes(SlopeRule):
         if context.base <= 0.0:
             return state
         slope, error = estimate.slope / context.base, estimate.normal_stderr / context.base
-        told = state.told(estimate.level)
-        others = bool(state.sums) and not estimate.has_sub_batches
-        kept = 0.0 if others else self.memory ** window_share(self.window_steps, context)
-        if 0.0 < told.scale < state.scale < math.inf:
-            kept *= told.scale / state.scale
+        against = state.against + 1 if slope * state.total < 0 else 0
+        if against >= _WINDOWS_AGAINST or (state.sums and not estimate.has_sub_batches):
+            against, kept = 0, 0.0
+        else:
+            kept = self.memory ** window_share(self.window_steps, context)
+        after = state.with_level(estimate.level)
+        if 0.0 < after.scale < state.scale < math.inf:
+            kept *= after.scale / state.scale
         total, variance = kept * state.total + slope, kept * kept * state.variance + error * error
         sums: tuple[float, ...] = ()
         if estimate.has_sub_batches:
@@ -75,7 +84,7 @@ class SummedSlopes(SlopeRule):
             total, variance = sum(own / len(sums) for own in sums), 0.0
         if not (math.isfinite(total) and math.isfinite(variance)):
             return self.retreat(state, context)
-        return replace(told, total=total, variance=variance, sums=sums)
+        return replace(after, total=total, variance=variance, sums=sums, against=against)
 
 
 @register
@@ -88,9 +97,8 @@ class SlopeSum(SummedSlopes):
         move = -rate clip(tau / saturation, -1, 1)  if |tau| > gate
 
     `Gated` sums t-statistics. A sum of slopes does not believe most the windows whose probe batches are easy: their
-    errors are small. Once the held-out loss has fallen below half of the first, the sum shrinks in proportion to it.
-    Early windows are believed less, unless decay takes a large share of how far the held-out loss has fallen
-    (docs/evidence.md).
+    errors are small. Early windows are believed less, unless decay takes a large share of how far the held-out loss has
+    fallen (docs/evidence.md).
 
     Args:
         rate: largest move in a window of `window_steps` steps, in coordinates. Other windows have their share of it,
@@ -100,8 +108,8 @@ class SlopeSum(SummedSlopes):
             often than in the run.
         early_gate: the same before the share `early_until` of the run, if it is higher. A run without a known end has
             no share.
-        costly: share of the loss's fall so far that the sum is worth at the present base, from which `early_gate` does
-            not count, and a move down before `early_until` is larger by how many times it is passed.
+        costly: share of the loss's fall so far that what is left of the sum is worth at the present base, from which
+            `early_gate` does not count, and a move down before `early_until` is larger by how many times it is passed.
         max_boost: how many times larger that makes it.
         saturation: tau at which a move down is as large as it gets.
         raise_saturation: |tau| at which a move up is: slopes are small where decay is too weak.
