@@ -44,8 +44,9 @@ def resized(tensor: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def unwritten(tensors: Sequence[Tensor]) -> AbstractContextManager[Any]:
-    """As its block ends, to autograd nobody has written these since it was made: they have the values of then again.
+    """As its block ends, to autograd nobody has written these since it was made.
 
-    A graph that is still to go backward may hold them, as that of a loss whose optimizer steps later does.
+    For tensors that hold again, bit for bit, what they held then. A graph that is still to go backward may hold them,
+    as that of a loss whose optimizer steps later does. Views of one tensor have one counter: none may be left written.
     """
     return _unsafe_preserve_version_counter(tuple(tensor for tensor in tensors if not tensor.is_inference()))

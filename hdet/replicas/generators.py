@@ -16,7 +16,7 @@ from hdet.replicas.random_numbers import seeded
 PARTS = ("sampler", "batch_sampler", "dataset")
 """Attributes of a loader, of its samplers and of its data set, that may hold generators in turn."""
 
-KINDS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
+KINDS = (random.Random, np.random.RandomState, np.random.Generator, torch.Generator)
 
 
 @contextmanager
@@ -50,23 +50,30 @@ def numbers_lent(text: str, devices: Iterable[torch.device] = (), *holders: obje
     So are those that batches or modules hold.
     """
     with seeded(devices, text), generators_kept(*holders):
-        for held in _held(holders):
-            _seed(held, text)
+        for number, held in enumerate(_held(holders)):
+            _seed(held, f"{text}:{number}")
         random.seed(text)
         np.random.seed(random.getrandbits(32))
         yield
 
 
 def _held(holders: Iterable[object]) -> list[Any]:
-    """The generators that these and their parts hold as attributes, each part looked at once."""
-    parts = list(holders)
-    held: list[Any] = []
-    for part in parts:  # which grows as it is gone through
+    """The generators that these and their parts hold as attributes, each and each part once."""
+    parts = {id(holder): holder for holder in holders}
+    held: dict[int, Any] = {}
+    waiting = list(parts.values())
+    for part in waiting:  # which grows as it is gone through
         attributes = getattr(part, "__dict__", {})
-        held += [own for own in attributes.values() if isinstance(own, KINDS)]
-        new = [attributes[name] for name in PARTS if name in attributes]
-        parts += [one for one in new if not any(one is other for other in parts)]
-    return held
+        held.update((id(own), own) for own in attributes.values() if _is_generator(own))
+        new = {id(own): own for name in PARTS if (own := attributes.get(name)) is not None and id(own) not in parts}
+        parts |= new
+        waiting += new.values()
+    return list(held.values())
+
+
+def _is_generator(own: object) -> bool:
+    """Whether it is one that can be seeded. (By its type: what an attribute stands for may be gone.)"""
+    return issubclass(type(own), KINDS) and not isinstance(own, random.SystemRandom)
 
 
 def _seed(held: Any, text: str) -> None:
@@ -74,8 +81,11 @@ def _seed(held: Any, text: str) -> None:
     number = random.Random(text).getrandbits(32)
     if isinstance(held, torch.Generator):
         held.manual_seed(number)
-    elif isinstance(held, (random.Random, np.random.RandomState)):
+    elif isinstance(held, random.Random):
         held.seed(number)
+    elif isinstance(held, np.random.RandomState):
+        kind = held.get_state(legacy=False)["bit_generator"]
+        held.set_state(np.random.RandomState(getattr(np.random, kind)(number)).get_state(legacy=False))
     else:
         held.bit_generator.state = type(held.bit_generator)(number).state
 
@@ -87,5 +97,5 @@ def _restore(held: Any) -> Callable[[], object]:
     if isinstance(held, random.Random):
         return partial(held.setstate, held.getstate())
     if isinstance(held, np.random.RandomState):
-        return partial(held.set_state, held.get_state())
+        return partial(held.set_state, held.get_state(legacy=False))
     return partial(setattr, held.bit_generator, "state", held.bit_generator.state)

@@ -479,15 +479,13 @@ def evaluated_weights(model: nn.Module, optimizer: Optimizer | None) -> Iterator
     if not hasattr(optimizer, "eval") or not all(group.get("train_mode", trains) for group in switched.param_groups):
         yield  # it has no modes, or is in eval mode already
         return
-    weights = parameters(model)
-    saved = clones(weights)
-    switched.eval()
-    try:
-        yield
-    finally:
-        reshard(model)
-        switched.train()
-        copy_(weights, saved)
+    with put_aside(parameters(model)):
+        switched.eval()
+        try:
+            yield
+        finally:
+            reshard(model)
+            switched.train()
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -40,8 +40,14 @@ def buffers_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
     were written plain attributes are put back, too. Not undone is the first write into a buffer that was not copied.
     """
     held = [_Held(module) for module in modules if module._buffers]
-    with _undone(held):
+    as_before = unwritten([tensor for own in held for tensor in own.copied])
+    try:
         yield
+    finally:
+        lost = [own.look() for own in held]  # at all before any is written: they may share memory
+        with torch.no_grad(), nullcontext() if any(lost) else as_before:
+            for own in held:
+                own.put_back()
     for own in held:
         _seen.setdefault(own.module, set()).update(own.written)
 
@@ -63,8 +69,12 @@ def frozen_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
         and not parameter.is_inference()
         and _is_plain(parameter)
     ]
-    with _undone(held):
+    try:
         yield
+    finally:
+        with torch.no_grad():
+            for own in held:
+                own.put_back()
 
 
 @contextmanager
@@ -137,17 +147,6 @@ class Folding:
         return f"{prefix}.{name}" if prefix else name
 
 
-@contextmanager
-def _undone(held: Sequence[_Held | _Frozen]) -> Iterator[None]:
-    """After the block, however it ends, each is put back."""
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for own in held:
-                own.put_back()
-
-
 class _Frozen:
     """A frozen parameter as it is."""
 
@@ -189,12 +188,16 @@ class _Held:
             and can_be_written(_part(buffer))
             and (name in seen if seen is not None else _part(buffer).nbytes <= LARGE)
         }
-        copied = [buffer for name, buffer in self._buffers.items() if name in self._values and buffer is not None]
-        self._unwritten = unwritten([*copied, *map(_part, copied)])
 
-    def put_back(self) -> None:
-        """What was written has its values again, and what was replaced its place; `written` says which."""
-        now = dict(self.module._buffers)
+    @property
+    def copied(self) -> list[Tensor]:
+        """The buffers whose values can be put back, and the parts of them that are written."""
+        own = [buffer for name, buffer in self._buffers.items() if name in self._values and buffer is not None]
+        return [*own, *map(_part, own)]
+
+    def look(self) -> bool:
+        """Find what was `written`, and whether a value that was written over is lost."""
+        now = self.module._buffers
         self.written = [
             name
             for name, buffer in self._buffers.items()
@@ -203,16 +206,22 @@ class _Held:
             or _writes(buffer) != self._writes[name]
             or (name in self._values and (not self._first or _differs(buffer, self._values[name])))
         ]
+        return any(
+            name not in self._values and _writes(self._buffers[name]) != self._writes[name] for name in self.written
+        )
+
+    def put_back(self) -> None:
+        """What was written has its values again, and what was replaced its place."""
         if not self.written:
             return
-        with self._unwritten:
-            for name in self.written:
-                buffer = self._buffers[name]
-                if now.get(name) is not buffer:
-                    self.module._buffers[name] = buffer
-                if name in self._values and buffer is not None:
-                    value = self._values[name]
-                    resized(_part(buffer), value.shape).copy_(value)
+        now = dict(self.module._buffers)
+        for name in self.written:
+            buffer = self._buffers[name]
+            if now.get(name) is not buffer:
+                self.module._buffers[name] = buffer
+            if name in self._values and buffer is not None:
+                value = self._values[name]
+                resized(_part(buffer), value.shape).copy_(value)
         if any(now.get(name) is self._buffers[name] and name not in self._values for name in self.written):
             return  # what was written is lost, and what goes with it stays with it
         vars(self.module).update({name: own for name, own in self._attributes.items() if isinstance(own, PLAIN)})

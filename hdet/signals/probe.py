@@ -122,8 +122,12 @@ class Probe:
             kept_statistics: of BatchNorm layers, in place of each batch's (`by_each_batch`).
         """
         normalising = nullcontext() if kept_statistics else by_each_batch(model)
-        numbers = numbers_lent(f"hdet.probe.loss:{window}", accelerators_in_use(), *model.modules())
-        with normalising, evaluating(model, optimizer), numbers:
+        text = f"hdet.probe.loss:{window}"
+        with (
+            normalising,
+            evaluating(model, optimizer),
+            numbers_lent(text, accelerators_in_use(), *model.modules()),
+        ):
             folding = None if "folds" in self._told else Folding(model)
             yield
             if folding is not None and (found := folding.found()):

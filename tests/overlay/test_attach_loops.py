@@ -315,7 +315,8 @@ class TwoHeads(nn.Module):
         return self.own(inputs), self.other(inputs)
 
 
-def test_another_optimizers_loss_may_go_backward_after_the_step(assert_same: Any) -> None:
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, schedulefree.AdamWScheduleFree])
+def test_another_optimizers_loss_may_go_backward_after_the_step(kind: Any, assert_same: Any) -> None:
     """As an actor's and a critic's from one forward pass: what is put back is, to its graph, not written."""
 
     def losses(model: nn.Module, given: tuple[Tensor, Tensor]) -> list[Tensor]:
@@ -326,7 +327,8 @@ def test_another_optimizers_loss_may_go_backward_after_the_step(assert_same: Any
     for searched in (False, True):
         torch.manual_seed(7)
         model = TwoHeads()
-        own, other = (torch.optim.AdamW(head.parameters(), lr=1e-3) for head in (model.own, model.other))
+        own, other = kind(model.own.parameters(), lr=1e-3), torch.optim.AdamW(model.other.parameters(), lr=1e-3)
+        getattr(own, "train", bool)()
         options: dict[str, Any] = {"schedule": None, "knobs": HELD[:2], "window": 5, "tail": None, "quiet": True}
         search = hdet.attach(model, own, probe=held_out, **options) if searched else None
         for step in range(20):

@@ -290,3 +290,12 @@ def test_copies_share_no_memory_and_no_graph(newest: bool, monkeypatch: pytest.M
 @pytest.mark.parametrize("layout", [{"_fsdp_param_groups": ["group"]}, {"_fsdp_param_group": "group"}])
 def test_the_groups_of_fully_shard_are_found_in_both_places(layout: dict[str, Any]) -> None:
     assert list(fully_sharded._of(SimpleNamespace(**layout))) == ["group"]
+
+
+def test_weights_that_are_worked_out_once_for_a_block_are_worked_out_anew_for_an_evaluation_inside_it() -> None:
+    model = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+    with nn.utils.parametrize.cached():
+        weight = model.weight
+        with tensors.evaluating(model):
+            assert model.weight is not weight
+        assert model.weight is weight

@@ -79,6 +79,34 @@ def test_what_evaluation_writes_is_undone(name: str, compiled: bool) -> None:
             model.state.zero_()
 
 
+def test_modules_that_share_a_buffer_are_each_put_back() -> None:
+    shared = torch.zeros(3)
+    model = nn.Sequential(*(Stateful(lambda own, mean: own.state.add_(1.0), shared) for _ in range(2)))
+    for _ in range(3):
+        with tensors.evaluating(model):
+            model(torch.randn(4, 3))
+        assert ([own.passes for own in model], shared.tolist()) == ([0, 0], [0.0] * 3)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", ["state", "whole"])
+def test_a_graph_is_told_of_a_write_that_is_not_put_back(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large buffer's first, though a part of it is a buffer that is put back. Of others it need not know."""
+    monkeypatch.setattr(written_buffers, "LARGE", 12)
+    model = Stateful(lambda own, mean: getattr(own, name).add_(1.0), torch.zeros(3))
+    model.register_buffer("whole", torch.zeros(6))
+    model.mask = model.whole[:3]
+    weight = torch.ones(len(getattr(model, name)), requires_grad=True)
+    loss = (weight * getattr(model, name)).sum()
+    with tensors.evaluating(model), torch.no_grad():
+        model(torch.randn(4, 3))
+    if name == "state":
+        loss.backward()
+        assert weight.grad.tolist() == [0.0] * 3
+    else:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
 def test_what_quantization_aware_training_observes_is_undone() -> None:
     """Torch counts no write of its fused observer, which observes in eval mode too."""
     model = nn.Sequential(FusedMovingAvgObsFakeQuantize(MovingAverageMinMaxObserver, 0, 127, reduce_range=False))

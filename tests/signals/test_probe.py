@@ -91,6 +91,41 @@ def test_what_the_loss_draws_outside_of_torch_is_paired_and_leaves_no_trace() ->
     assert (random.getstate(), np.random.get_state()[1].tolist()) == untouched  # type: ignore[index]
 
 
+class Noisy(nn.Module):
+    """A layer that draws from a generator of its own."""
+
+    def __init__(self, generator: Any) -> None:
+        super().__init__()
+        self.generator = generator
+
+    def forward(self, total: torch.Tensor) -> torch.Tensor:
+        own = self.generator
+        drawn = torch.randn((), generator=own).item() if isinstance(own, torch.Generator) else own.normal()
+        return total + drawn
+
+
+@pytest.mark.parametrize(
+    "seeded",
+    [
+        lambda seed: torch.Generator().manual_seed(seed),
+        np.random.default_rng,
+        np.random.RandomState,
+        lambda seed: np.random.RandomState(np.random.PCG64(seed)),
+    ],
+)
+def test_layers_with_generators_of_their_own_draw_each_its_own_numbers(seeded: Any) -> None:
+    """The same in all evaluations of a window, and those of training are as they were."""
+    model, twin = (nn.Sequential(*(Noisy(seeded(seed)) for seed in range(64))) for _ in range(2))
+    owner = TensorDataset(torch.zeros(1))
+    model[0].system, model[0].gone = random.SystemRandom(), weakref.proxy(owner)
+    del owner
+    probe = Probe(lambda model, batch: torch.stack([layer(torch.zeros(())) for layer in model]).std(), [0, 1])
+    one, other, later = (probe.measure(model, window).tolist() for window in (0, 0, 1))
+    assert one == other != later
+    assert min(one) > 0.5, "numbers that are one and the same have no scatter"
+    assert model(torch.zeros(())) == twin(torch.zeros(()))
+
+
 class Stream(IterableDataset[torch.Tensor]):
     """Held-out data without a length."""
 
