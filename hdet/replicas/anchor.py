@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim import Optimizer
 
 from hdet.errors import StepError
 from hdet.hparams.param_groups import ids_of, parameters_of
 from hdet.replicas import finite, host_memory, tensors
 from hdet.replicas.deep_copies import memo_of_sparse
-from hdet.replicas.dense import can_be_written, has_arithmetic
+from hdet.replicas.dense import can_be_written, has_arithmetic, unwritten
 from hdet.replicas.held_optimizer import HeldOptimizer, refilled
 from hdet.replicas.walk import Walk
 
@@ -274,9 +273,7 @@ class Anchor:
         Args:
             leave_out: names of the model's entries that are not copied and not there.
         """
-        # The same values stand there again after it, so a backward that is still to come may read them.
-        written = [live for live, _ in self._pairs(self._model) if not live.is_inference()]
-        with _unsafe_preserve_version_counter(tuple(written)), self.substituted():
+        with unwritten([live for live, _ in self._pairs(self._model)]), self.substituted():
             model = copied_state(self._model, leave_out)
         return {"step": self.step, "model": model, "optimizer": copy.deepcopy(self._nearest_state(fresh))}
 

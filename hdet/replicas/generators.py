@@ -20,24 +20,25 @@ KINDS = (random.Random, np.random.RandomState, np.random.Generator, torch.Genera
 
 
 @contextmanager
-def generators_kept(*holders: object) -> Iterator[None]:
+def generators_kept(*holders: object) -> Iterator[list[Any]]:
     """Generators are after the block as they were before it, so that the next one draws the same numbers.
 
     These are Python's and NumPy's global ones, and those that modules, a DataLoader, its samplers and its data sets
-    hold as attributes. A generator that is held elsewhere, or by a worker process, is not seen.
+    hold as attributes; it gives the latter. A generator that is held elsewhere, or by a worker process, is not seen.
 
     >>> with generators_kept([]):
     ...     first = random.random()
     >>> random.random() == first
     True
     """
+    held = _held(holders)
     restores: list[Callable[[], object]] = [
         partial(random.setstate, random.getstate()),
         partial(np.random.set_state, np.random.get_state()),
-        *map(_restore, _held(holders)),
+        *map(_restore, held),
     ]
     try:
-        yield
+        yield held
     finally:
         for restore in restores:
             restore()
@@ -49,9 +50,9 @@ def numbers_lent(text: str, devices: Iterable[torch.device] = (), *holders: obje
 
     So are those that batches or modules hold.
     """
-    with seeded(devices, text), generators_kept(*holders):
-        for number, held in enumerate(_held(holders)):
-            _seed(held, f"{text}:{number}")
+    with seeded(devices, text), generators_kept(*holders) as held:
+        for number, own in enumerate(held):
+            _seed(own, f"{text}:{number}")
         random.seed(text)
         np.random.seed(random.getrandbits(32))
         yield
@@ -59,15 +60,15 @@ def numbers_lent(text: str, devices: Iterable[torch.device] = (), *holders: obje
 
 def _held(holders: Iterable[object]) -> list[Any]:
     """The generators that these and their parts hold as attributes, each and each part once."""
-    parts = {id(holder): holder for holder in holders}
+    seen: set[int] = set()
     held: dict[int, Any] = {}
-    waiting = list(parts.values())
-    for part in waiting:  # which grows as it is gone through
-        attributes = getattr(part, "__dict__", {})
-        held.update((id(own), own) for own in attributes.values() if _is_generator(own))
-        new = {id(own): own for name in PARTS if (own := attributes.get(name)) is not None and id(own) not in parts}
-        parts |= new
-        waiting += new.values()
+    parts = list(holders)
+    for part in parts:  # which grows as it is gone through
+        if id(part) not in seen:
+            seen.add(id(part))
+            attributes = getattr(part, "__dict__", {})
+            held.update((id(own), own) for own in attributes.values() if _is_generator(own))
+            parts += [attributes[name] for name in PARTS if name in attributes]
     return list(held.values())
 
 
