@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 
 import hdet
+from hdet.errors import ConfigError
+from hdet.replicas.distributed.process_group import REQUIRED, environment_number
 
 PACKAGES = {
     "core": ("torch", "pydantic", "numpy"),
@@ -31,6 +33,15 @@ NEEDS = {
 
 OF_RANKS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
 VARIABLES = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", *OF_RANKS)
+NUMBERS = {
+    "WORLD_SIZE": 1,
+    "RANK": 0,
+    "LOCAL_RANK": 0,
+    "LOCAL_WORLD_SIZE": 1,
+    "MASTER_PORT": 0,
+    "TORCHELASTIC_RESTART_COUNT": 0,
+}
+"""Variables that hold a whole number, and the least that each may be."""
 
 
 def doctor() -> None:
@@ -66,10 +77,26 @@ def problems() -> Iterator[str]:
         yield f"several ranks with {torch.get_num_threads()} threads each on {cores} cores: set OMP_NUM_THREADS"
     if torch.version.cuda is not None and not torch.cuda.is_available():
         yield "torch is built for CUDA and finds no device: see nvidia-smi, and CUDA_VISIBLE_DEVICES"
-    if "RANK" in os.environ and "MASTER_ADDR" not in os.environ:
-        yield "RANK is set and MASTER_ADDR is not: start ranks by torchrun, or by hdet run --processes"
+    yield from _of_ranks()
     if (Path.cwd() / "hdet").is_dir() and Path.cwd() / "hdet" != Path(hdet.__file__).parent:
         yield f"the folder ./hdet here is not the library that runs ({Path(hdet.__file__).parent})"
+
+
+def _of_ranks() -> Iterator[str]:
+    """What is wrong with the variables by which ranks find each other."""
+    given = [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
+    missing = [name for name in REQUIRED if name not in os.environ]
+    if given and missing:
+        names, are = ", ".join(missing), "is" if len(missing) == 1 else "are"
+        yield f"{given[0]} is set and {names} {are} not: start ranks by torchrun, or by hdet run --processes"
+    numbers: dict[str, int] = {}
+    for name, least in NUMBERS.items():
+        most = numbers["WORLD_SIZE"] - 1 if name == "RANK" and "WORLD_SIZE" in numbers else None
+        try:
+            if name in os.environ:
+                numbers[name] = environment_number(name, least, most)
+        except ConfigError as error:
+            yield str(error)
 
 
 def _version(package: str) -> str | None:

@@ -467,11 +467,43 @@ def test_the_doctor_names_versions_devices_and_what_is_odd(
     said = capsys.readouterr().out
     for word in (f"hdet {hdet.__version__}", f"torch {torch.__version__}", "devices: cpu", "gloo", "cores: "):
         assert word in said
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.setattr(doctor, "_version", lambda package: None if package == "jinja2" else "1")
     assert call("doctor") == 0
     said = capsys.readouterr().out
-    assert "RANK is set and MASTER_ADDR is not" in said
     assert "jinja2 missing: hdet report, and hdet watch --serve, need them; pip install 'hdet[report]'" in said
     assert "plotly missing" not in said
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"RANK": "0"}, ["RANK is set and WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not: start ranks by torchrun"]),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, ["RANK is set and MASTER_ADDR is not: start ranks by"]),
+        ({"MASTER_ADDR": "here", "MASTER_PORT": "1"}, []),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1"}, []),
+        (
+            {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "x"},
+            [
+                "the environment variable RANK is '2', and should be a whole number from 0 to 1; torchrun sets it",
+                "the environment variable MASTER_PORT is 'x', and should be a whole number of at least 0; torchrun",
+            ],
+        ),
+        (
+            {"WORLD_SIZE": "abc"},
+            [
+                "WORLD_SIZE is set and RANK, MASTER_ADDR, MASTER_PORT are not: start ranks by torchrun",
+                "the environment variable WORLD_SIZE is 'abc', and should be a whole number of at least 1; torchrun",
+            ],
+        ),
+    ],
+)
+def test_the_doctor_says_by_which_variables_ranks_do_not_find_each_other(
+    given: dict[str, str], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    said = set(doctor.problems())
+    for name, value in {**given, "OMP_NUM_THREADS": "1"}.items():
+        monkeypatch.setenv(name, value)
+    told = [line for line in doctor.problems() if line not in said]
+    assert [line[: len(start)] for line, start in zip(told, expected, strict=True)] == expected
