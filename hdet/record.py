@@ -100,7 +100,7 @@ class WindowRecord:
         moves: by knob, in coordinate units: how far its shift moved since the window before closed. Under torchft this
             includes what groups agreed on as the window opened.
         merged: whether replicas were merged.
-        faults: what went wrong, each with `kind` and the step or replica it concerns.
+        faults: what went wrong, each with `kind` and the step or replica it concerns; `because` is why the guard acted.
         seconds: wall time of the window, and `closing`, the part of it spent at its end.
         hints: advice that concerns no fault, such as a probe that is too small; each with `kind` and `knob`.
         learned: by knob, its value at the peak of its schedule: as set (`start`), in force in this window (`opened`),

@@ -36,6 +36,9 @@ MOST_RISE = 3.0
 Turn = Literal["rewound", "restarted"]
 """What a guard decides: to continue from the best point of the run, or to begin anew from its first weights."""
 
+Because = Literal["standstill", "wreck", "overshoot"]
+"""Why: no progress while the held-out loss rose, a held-out loss like no other before, or first steps too large."""
+
 
 @register
 class Rewind(Guard):
@@ -87,7 +90,13 @@ class Rewind(Guard):
 
 
 class Watch:
-    """Keeps the best point of a run, and its first weights until looking ahead is over."""
+    """Keeps the best point of a run, and its first weights until looking ahead is over.
+
+    Attributes:
+        because: why the run goes back, where the last `look` says that it does.
+    """
+
+    because: Because | None = None
 
     def __init__(self, spec: Rewind, scene: Scene) -> None:
         self.spec = spec
@@ -125,6 +134,7 @@ class Watch:
                 all replicas became non-finite does not count.)
             estimates: what evidence told; their levels say about what the held-out loss is.
         """
+        self.because = None
         levels = [(told.level, told.offset) for told in estimates if told.level is not None]
         sound = all(self._is_usual(level) for level, _ in levels)
         if sound:
@@ -133,8 +143,10 @@ class Watch:
         else:
             turn, sound = self._of_wreck(harvest)
             if turn is not None:
+                self.because = "wreck"
                 return turn
         if self._overshot(ahead):
+            self.because = "overshoot"
             return "restarted"
         loss, step = harvest.loss, harvest.window.stop
         if loss is None or not sound:
@@ -145,7 +157,10 @@ class Watch:
             return None
         if not self._has_point or step < self.spec.patience * self.since:
             return None
-        return "rewound" if self._is_lost(harvest) else None
+        if not self._is_lost(harvest):
+            return None
+        self.because = "standstill"
+        return "rewound"
 
     def _overshot(self, ahead: Mapping[str, float]) -> bool:
         """Whether looking ahead has shown that the first steps were far too large."""

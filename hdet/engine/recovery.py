@@ -59,7 +59,8 @@ def guarded(
     point = watch.go_back(turn, context.step)
     worked = watch.bases if turn == "rewound" else None
     moves = retreat(plan.knobs, worked, replace(context, point=point))
-    return Recovery({"kind": turn, "step": point}, moves, turn == "rewound")
+    because = {} if watch.because is None else {"because": watch.because}
+    return Recovery({"kind": turn, "step": point, **because}, moves, turn == "rewound")
 
 
 def retreat(knobs: list[BoundKnob], worked: Mapping[str, float] | None, context: Context) -> dict[str, float]:

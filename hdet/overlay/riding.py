@@ -23,6 +23,7 @@ from hdet.overlay.passes import Passes
 from hdet.overlay.rates import Rates
 from hdet.overlay.reported_losses import ReportedLosses
 from hdet.recipes.recommended import FORWARD
+from hdet.record import TURNS
 from hdet.replicas import tensors
 from hdet.replicas.distributed import refusals
 from hdet.replicas.distributed.ranks import Ranks
@@ -40,10 +41,11 @@ SAME = 1e-6
 """Settings that differ by a larger share are others."""
 WENT_BACK = {
     "restored": "a loss, a weight or a buffer was not finite",
-    "rewound": "training stood still and the held-out loss got worse",
-    "restarted": "the first steps were far too large",
+    "standstill": "training stood still and the held-out loss got worse",
+    "wreck": "the held-out loss was far above all that it had been, or not finite",
+    "overshoot": "the first steps were far too large",
 }
-"""Why model and optimizer are those of an earlier step again, by the fault's kind."""
+"""Why model and optimizer are those of an earlier step again, by what the fault tells, or by its kind."""
 STEPLESS = 10
 """Times on end that gradients were dropped and the weights written, without a step of the optimizer."""
 
@@ -458,10 +460,11 @@ class Riding:
                 "from the model, or write search.loss(loss).backward()"
             )
         for fault in record.faults:
-            if fault["kind"] in WENT_BACK and self.engine.home.is_leader:
+            if fault["kind"] in TURNS and self.engine.home.is_leader:
+                why = WENT_BACK.get(fault.get("because", fault["kind"]), "the guard decided so")
                 self.warn(
                     f"at step {record.stop} hdet put the model and the optimizer back to step {fault['step']}: "
-                    f"{WENT_BACK[fault['kind']]}; what else follows training, such as an average of the weights or "
+                    f"{why}; what else follows training, such as an average of the weights or "
                     f"another optimizer's state, stays as it is"
                 )
         for callback in self.callbacks:

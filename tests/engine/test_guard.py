@@ -121,6 +121,11 @@ def rewinds(records: list[hdet.history.WindowRecord]) -> list[tuple[int, int]]:
     return [(record.stop, fault["step"]) for record in records for fault in record.faults if fault["kind"] == "rewound"]
 
 
+def reasons(records: list[hdet.history.WindowRecord]) -> set[str]:
+    """Why the guard went back."""
+    return {fault["because"] for record in records for fault in record.faults}
+
+
 # -- a run that goes wrong ------------------------------------------------------------------------
 
 TOO_LARGE = 2.0
@@ -134,6 +139,7 @@ def test_a_run_wrecked_by_its_rate_goes_back_and_succeeds(copies: bool, n: int) 
     records = train(guarded)
     went = rewinds(records)
     assert went
+    assert reasons(records) == {"standstill"}
     good = make(0.01)
     train(good)
     wrecked, saved, best = (held_out_loss(engine.hosts[0][0]) for engine in (alone, guarded, good))
@@ -179,8 +185,10 @@ def test_a_window_whose_last_step_wrecks_the_model_is_no_point_to_go_back_to(off
             nn.init.constant_(engine.hosts[0][0][-1].bias, off)  # type: ignore[index]
 
     engine.optimizers[0].register_step_post_hook(wreck_it)
-    ((stop, point),) = rewinds(train(engine))
+    records = train(engine)
+    ((stop, point),) = rewinds(records)
     assert (stop, point <= last - 7) == (last + 1, True)
+    assert reasons(records) == {"wreck"}
     assert held_out_loss(engine.hosts[0][0]) < held_out_loss(network())
 
 
@@ -453,6 +461,7 @@ def test_where_looking_ahead_brought_the_rate_down_far_the_run_begins_anew(
     engine = looking_ahead(10.0, Rewind(overshoot=1.3), model=model, copies=copies, n=n)
     records = until_it_began_anew(engine)
     assert restarts(records) == [(engine.step_count, 0)]
+    assert reasons(records) == {"overshoot"}
     assert records[-1].reasons["learning_rate"]["guard"] == "restarted"
     lowered = [record.moves["learning_rate"] for record in records]
     lowered[-1] += math.log(3.0)

@@ -67,6 +67,22 @@ def test_where_the_first_window_fails_weights_loaded_after_attach_come_back() ->
     assert all(torch.equal(value, other_weights()[name]) for name, value in model.state_dict().items())
 
 
+def test_a_guard_that_goes_back_says_why() -> None:
+    model = network()
+    optimizer = adamw(model)
+
+    def wreck_it(*_: object) -> None:
+        if search.engine.step_count == 9:
+            nn.init.constant_(model[3].bias[:1], 1e30)
+
+    optimizer.register_step_post_hook(wreck_it)
+    search = attached(model, optimizer, micro_batches=1)
+    train(model, optimizer, search, 9)
+    why = "the held-out loss was far above all that it had been, or not finite"
+    with pytest.warns(UserWarning, match=f"at step 10 hdet put the model and the optimizer back to step 5: {why};"):
+        train(model, optimizer, search, 1)
+
+
 def test_a_plain_runs_scheduler_loaded_after_attach_is_refused() -> None:
     model = network()
     optimizer = adamw(model)
