@@ -69,7 +69,8 @@ def _handed_over(loss: Tensor, own: Sequence[nn.Parameter], take: Take) -> None:
     handles = [parameter.register_hook(partial(found, number)) for number, parameter in enumerate(own)]
     root = loss.grad_fn
     try:
-        torch.autograd.grad(loss, own, allow_unused=True)
+        with _without_multi_grad_hooks(own):
+            torch.autograd.grad(loss, own, allow_unused=True)
     except RuntimeError as error:
         if "use_reentrant" in str(error):
             raise StepError(REENTRANT) from error
@@ -80,6 +81,31 @@ def _handed_over(loss: Tensor, own: Sequence[nn.Parameter], take: Take) -> None:
     missed = any(p.grad is not None for number, p in enumerate(own) if number not in reached)  # training reaches it
     if missed and _is_reentrant(root):
         raise StepError(REENTRANT)
+
+
+@contextmanager
+def _without_multi_grad_hooks(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """No hook of `torch.autograd.graph.register_multi_grad_hook` runs: torch raises where it meets one of a leaf.
+
+    They see gradients and change none. Other hooks may be masks, without which evidence would count frozen entries.
+    """
+    silenced = [
+        (hooks, key, hook)
+        for hooks in (parameter._backward_hooks or {} for parameter in parameters)
+        for key, hook in hooks.items()
+        if getattr(hook, "__module__", None) == "torch.autograd.graph"
+    ]
+    for hooks, key, _ in silenced:
+        hooks[key] = _no_hook  # in place: autograd reads this dict
+    try:
+        yield
+    finally:
+        for hooks, key, hook in silenced:
+            if key in hooks:  # removed meanwhile it stays away
+                hooks[key] = hook
+
+
+def _no_hook(*_: object) -> None: ...
 
 
 def _is_reentrant(root: Any) -> bool:

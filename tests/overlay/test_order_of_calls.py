@@ -12,6 +12,7 @@ import pytest
 import torch
 from attach_parts import STEPS, adamw, attached, batch, loss_of, network, probe
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.utils import parametrizations, parametrize
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.checkpoint import checkpoint
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import hdet
 from hdet.controllers import Hold
 from hdet.errors import CheckpointError, ConfigError, StepError
-from hdet.evidence import MixedDifference
+from hdet.evidence import Contrast, MixedDifference
 from hdet.overlay.hooks import Hook, first_after_step
 from hdet.overlay.lent_bindings import LentGroups
 from hdet.replicas import gradients
@@ -212,6 +213,46 @@ def test_reentrant_checkpointing_of_what_the_probe_differentiates_is_refused(fro
     loss_of(model, batch(0)).backward()
     with pytest.raises(StepError, match=r"which hides parameters from torch\.autograd\.grad"):
         gradients.summed(model, [loss_of(model, batch(0))])
+
+
+def test_hooks_on_parameters_are_called_by_the_probe_in_eval_mode_and_those_after_accumulation_are_not() -> None:
+    model = network()
+    optimizer = adamw(model)
+    search = attached(model, optimizer, micro_batches=1, knobs=[hdet.Dropout(evidence=Contrast())])
+    told: dict[str, list[bool]] = {"before": [], "after": [], "all": []}
+    weight = model[0].weight
+    weight.register_hook(lambda _: told["before"].append(model.training))
+    weight.register_post_accumulate_grad_hook(lambda _: told["after"].append(model.training))
+    register_multi_grad_hook(list(model.parameters()), lambda _: told["all"].append(model.training))
+    train(model, optimizer, search, STEPS)
+    assert [own.count(True) for own in told.values()] == [STEPS] * 3
+    assert told["before"].count(False) > 0
+    assert told["after"].count(False) == told["all"].count(False) == 0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_hooks_on_all_gradients_are_put_back_and_a_mask_is_in_force(fails: bool) -> None:
+    """But for one that was taken off meanwhile."""
+    model = network()
+    seen: list[int] = []
+    own = list(model.parameters())
+    first = register_multi_grad_hook(own, lambda _: seen.append(1))
+    register_multi_grad_hook(own, lambda _: seen.append(2))
+    model[0].weight.register_hook(lambda gradient: gradient * 0.0)
+
+    def meanwhile(*_: object) -> None:
+        first.remove()
+        if fails:
+            raise ZeroDivisionError
+
+    model[3].register_full_backward_pre_hook(meanwhile)
+    with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+        found = gradients.summed(model, [loss_of(model, batch(0))])
+        assert [bool(gradient.any()) for gradient in found] == [False, True, True, True]
+    assert seen == []
+    fails = False
+    loss_of(model, batch(0)).backward()
+    assert seen == [2]
 
 
 def scaled(**options: Any) -> hdet.Search:
