@@ -55,6 +55,7 @@ AND = " and "
 FALL, LIMIT, MISLED = "learning_rate: fall", "learning_rate: return's limit", "learning_rate: catch_up's misled_to"
 TINIEST, LARGEST = "learning_rate: catch_up's tiny", "learning_rate: large_steps from twice the weights on"
 PROOF, ENTERED = "learning_rate: lower's proof in fine-tuning", "learning_rate: return as entered in fine-tuning"
+QUIET = "learning_rate: return of what evidence lowered"
 NUMBERS: dict[str, tuple[str, dict[str, float]]] = {
     LIMIT: ("return", {"small": 0.0}),
     MISLED: ("catch_up", {"misled_to": 0.0}),
@@ -62,6 +63,7 @@ NUMBERS: dict[str, tuple[str, dict[str, float]]] = {
     LARGEST: ("large_steps", {"large": 4.0}),
     PROOF: ("lower", {"pretrained_significance": 3.0}),
     ENTERED: ("return", {"entered_significance": 2.0}),
+    QUIET: ("return", {"quiet_windows": 1000}),
 }
 """Rules and vetoes that stay, and the numbers that leave out a part of what they do."""
 DROPOUT = {
@@ -75,6 +77,7 @@ SAID_BY = {
     TINIEST: "learning_rate: catch_up",
     LARGEST: "learning_rate: large_steps",
     ENTERED: "learning_rate: return",
+    QUIET: "learning_rate: return",
 }
 """Without these numbers a rule asks for less, so where it was silent, they had no say."""
 SPARED = ("weight_decay: spare", "weight_decay: keeps_weights")

@@ -29,7 +29,7 @@ class Calibrate(Ruled):
     The last weights flatter small steps: these quiet gradient noise now and cost progress later (short-horizon bias,
     Wu et al. 2018, arXiv:1803.02021). Averaged weights flatter large steps. So the last weights are believed where they
     call for more, and averaged weights where they call for less; averaged weights that call for more only bring back
-    what looking ahead has lowered. In this order:
+    what was lowered. In this order:
 
     | rule | the base |
     |---|---|
@@ -41,7 +41,7 @@ class Calibrate(Ruled):
     | `AwaitSchedule` | waits for the warm-up to come up to it, if the last weights call for less |
     | `WarmUp` | holds, as long as the schedule is low |
     | `Raise` | goes up, if the last weights call for more |
-    | `Return` | goes back up to the schedule as given, if only looking ahead has lowered it |
+    | `Return` | goes back up to the schedule as given, where nothing calls for less any more |
     | `CatchUp` | goes up to where steps begin to matter, while an untrained model warms up |
 
     While an untrained model warms up, the veto `SmallSteps` lets nothing lower a rate below where its steps are small,

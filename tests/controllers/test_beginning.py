@@ -433,7 +433,7 @@ def test_a_pretrained_model_goes_on_to_where_its_first_window_proved_the_rate_to
     assert rule.propose(replace(state, looked=True), less, at[0]) == 0.25
     assert rule.propose(replace(state, looked=True, goal=0.5), less, at[0]) == pytest.approx(0.2)
     assert rule.propose(replace(state, looked=True, goal=0.0), less, given) is None, "nothing was proved"
-    assert rule.propose(replace(state, lowered=True), less, at[0]) is None
+    assert rule.propose(replace(state, waits=1.0), less, at[0]) is None
     later = replace(less, bottom=9.0)  # those of later windows are not for the whole run
     assert rule.observe(state, later, at[0]).goal == state.goal
     fallen = rule.observe(state, less, Context(shift=0.3, schedule_next=-1.0))
@@ -453,9 +453,9 @@ def test_a_schedule_of_huge_steps_is_returned_to_as_far_as_steps_are_known_to_be
 
 
 def test_a_return_remembers_where_the_run_begins_anew() -> None:
-    rule, state = Return(), ReturnState(untrained=True, lowered=True)
+    rule, state = Return(), ReturnState(untrained=True, waits=2.0)
     assert rule.restart(state, RISING) == state
-    assert rule.moved(replace(state, lowered=False), -0.6, -0.6, LESS, RISING) == state
+    assert rule.moved(replace(state, waits=0.0), -0.6, -0.6, LESS, RISING) == state
     assert rule.moved(state, 0.25, 0.25, LESS, RISING) == state, "what was lowered stays so"
     assert rule.begin(rule.start(), replace(LESS, excess=1.0)) == ReturnState(untrained=True)
 

@@ -177,7 +177,7 @@ def test_it_goes_on_below_what_worked() -> None:
     calibrate, context = Calibrate(retreat_factor=3.0), Context(schedule_next=0.1, shift=1.0)
     moved, state = calibrate.retreat(holding(**UNTRAINED), context, worked=0.05)
     assert context.shift + moved == pytest.approx(math.log(0.5 / 3))
-    assert state == holding(**{"return": ReturnState(lowered=True)})
+    assert state == holding(**{"return": ReturnState(waits=math.inf)})
 
 
 def test_a_second_rewind_lowers_further() -> None:
@@ -210,7 +210,7 @@ def test_a_new_start_is_made_from_below_and_leaves_the_way_up_open() -> None:
 def test_without_a_rate_to_compare_it_stays_as_it_was(schedule: float, worked: float) -> None:
     move, state = Calibrate().retreat(Calibrate().start(), Context(schedule_next=schedule), worked)
     assert move == 0.0
-    assert state.parts["return"].lowered, "something went wrong all the same: it does not return by itself"
+    assert state.parts["return"].waits == math.inf, "something went wrong all the same: it does not return by itself"
 
 
 LESS, QUIET = bracket(3, 0), bracket(0, 0)
@@ -275,10 +275,24 @@ def test_averaged_weights_that_call_for_more_overrule_the_last(t_avg: float, ret
     assert Calibrate().step(anew, called, below)[0] == returned
 
 
-def test_what_was_lowered_for_a_reason_does_not_return() -> None:
+def test_what_was_lowered_for_a_reason_returns_once_two_windows_on_end_do_not_call_for_less() -> None:
+    below, unknown = Context(shift=-0.6), (Estimate.nothing(), Context(shift=-0.6))
+    lowered, quiet, less = (DOWN, below), (QUIET, below), (LESS, below)
+    down, up = pytest.approx(-0.2), 0.25
+    assert moves(Calibrate(), lowered, quiet, quiet, quiet) == [down, 0.0, up, up]
+    assert moves(Calibrate(), lowered, quiet, less, quiet, quiet) == [down, 0.0, 0.0, 0.0, up], "on end"
+    assert moves(Calibrate(), lowered, quiet, unknown, quiet) == [down, 0.0, 0.0, up], "one that tells nothing"
+    assert moves(Calibrate(), lowered, quiet, quiet, less, quiet) == [down, 0.0, up, 0.0, up], "has waited"
+    assert moves(Calibrate(), lowered, quiet, lowered, quiet, quiet) == [down, 0.0, down, 0.0, up], "begins anew"
+    assert moves(Calibrate(quiet_windows=3), lowered, quiet, quiet, quiet) == [down, 0.0, 0.0, up]
+    _, rewound = Calibrate().retreat(Calibrate().start(), Context(), worked=1.0)
+    for _ in range(5):
+        move, rewound = Calibrate().step(rewound, QUIET, below)
+        assert move == 0.0, "what a guard lowered stays"
+
+
+def test_what_looking_ahead_lowered_returns_at_once() -> None:
     below = Context(shift=-0.6)
-    assert moves(Calibrate(), (DOWN, below), (QUIET, below)) == [pytest.approx(-0.2), 0.0]
-    # What looking ahead lowered does.
     ahead = replace(bracket(3, 0), offset=0.5, curvature=None)
     moved = moves(Calibrate(), (ahead, Context(warming=True)), (QUIET, below))
     assert moved[0] < 0

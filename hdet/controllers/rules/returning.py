@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from pydantic import Field
@@ -18,13 +19,14 @@ class ReturnState(Beginning):
     """How training has begun.
 
     Attributes:
-        lowered: whether anything but looking ahead has lowered the base.
+        waits: windows that have to pass without a call for less before it speaks, since evidence or a guard lowered
+            the base.
         looked: whether looking ahead has.
         huge: whether steps at the schedule as given would have been huge, while `untrained` held.
         goal: the shift at which a pretrained model's first window proved the rate to be best; 0 where it did not.
     """
 
-    lowered: bool = False
+    waits: float = 0.0
     looked: bool = False
     huge: bool = False
     goal: float = 0.0
@@ -32,11 +34,14 @@ class ReturnState(Beginning):
 
 @register
 class Return(OfSmallSteps, SlopeRule):
-    """Go back up to the schedule as given (a shift of 0), where only looking ahead has lowered the base.
+    """Go back up to the schedule as given (a shift of 0), where nothing calls for less any more.
 
     Early in a run the loss is sharper than it will be, and looking ahead lowers too far. Last weights that call for
     less (`t > significance`) hold the base, unless averaged weights call for more (`t < -significance`): in
     large models the last weights call for less in most windows, whatever the rate.
+
+    On a plateau evidence may lower too far as well. What anything but looking ahead has lowered goes back once last
+    weights have not called for less in `quiet_windows` windows on end; what a guard has lowered stays.
 
     So they do in fine-tuning. As long as a pretrained model's schedule has not fallen and looking ahead has lowered
     nothing, the base lies low for no other reason than that it was entered so. There averaged weights hold it
@@ -54,6 +59,7 @@ class Return(OfSmallSteps, SlopeRule):
         significance: |t| from which last and averaged weights are believed.
         entered_significance: t of the last weights of a pretrained model whose base nothing has lowered, or only
             looking ahead below a proven best rate. Up to `significance` such a base is as any other.
+        quiet_windows: windows on end without a call for less that outweigh the evidence that lowered the base.
         return_step: largest move, in coordinates.
         ceiling: largest shift that it leads to, of a pretrained model; 0 is never above the schedule as given.
         huge: `step_size` of the schedule as given above which that is no guess; 0 takes any for one.
@@ -64,6 +70,7 @@ class Return(OfSmallSteps, SlopeRule):
 
     significance: float = Field(default=2.0, gt=0, le=100)
     entered_significance: float = Field(default=100.0, gt=0, le=100)
+    quiet_windows: int = Field(default=2, ge=1, le=1000)
     return_step: float = Field(default=0.25, ge=0, le=10)
     ceiling: float = Field(default=5.0, ge=0)
     huge: float = Field(default=HUGE, ge=0, le=1000)
@@ -76,6 +83,9 @@ class Return(OfSmallSteps, SlopeRule):
         if estimate.pretrained and estimate.bottom is not None:
             goal = context.shift + estimate.offset + estimate.bottom
             seen = replace(seen, goal=min(max(0.0, goal), self.ceiling))
+        if seen.waits > 0 and estimate.testable:
+            less = estimate.t_of_eight > self.significance
+            seen = replace(seen, waits=max(seen.waits, self.quiet_windows) if less else seen.waits - 1)
         return replace(seen, huge=seen.huge or (seen.untrained and huge_as_given(estimate, context, self.huge)))
 
     def propose(self, state: ReturnState, estimate: Estimate, context: Context) -> float | None:
@@ -90,13 +100,14 @@ class Return(OfSmallSteps, SlopeRule):
         held = estimate.t_of_eight > believed and averaged >= -self.significance
         held = held or (as_entered and averaged > self.significance)
         over = state.huge and room is None
-        return None if state.lowered or over or held or step <= 0.0 else step
+        return None if state.waits > 0 or over or held or step <= 0.0 else step
 
     def moved(self, state: ReturnState, wish: float, move: float, estimate: Estimate, context: Context) -> ReturnState:
-        ahead = estimate.offset > 0
-        return replace(
-            state, lowered=state.lowered or (move < 0 and not ahead), looked=state.looked or (move < 0 and ahead)
-        )
+        if move >= 0:
+            return state
+        if estimate.offset > 0:
+            return replace(state, looked=True)
+        return replace(state, waits=max(state.waits, self.quiet_windows))
 
     def retreat(self, state: ReturnState, context: Context) -> ReturnState:
-        return ReturnState(lowered=True)
+        return ReturnState(waits=math.inf)
