@@ -31,17 +31,16 @@ NEEDS = {
     "report": "hdet report, and hdet watch --serve, need them",
 }
 
-OF_RANKS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
-VARIABLES = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", *OF_RANKS)
-NUMBERS = {
-    "WORLD_SIZE": 1,
-    "RANK": 0,
-    "LOCAL_RANK": 0,
-    "LOCAL_WORLD_SIZE": 1,
-    "MASTER_PORT": 0,
-    "TORCHELASTIC_RESTART_COUNT": 0,
+NUMBERS: dict[str, tuple[int, int | None]] = {
+    "WORLD_SIZE": (1, None),
+    "RANK": (0, None),
+    "LOCAL_RANK": (0, None),
+    "LOCAL_WORLD_SIZE": (1, None),
+    "MASTER_PORT": (0, 65535),
+    "TORCHELASTIC_RESTART_COUNT": (0, None),
 }
-"""Variables that hold a whole number, and the least that each may be."""
+"""Variables that hold a whole number, with the least and the most that each may be."""
+VARIABLES = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", *NUMBERS, "MASTER_ADDR")
 
 
 def doctor() -> None:
@@ -90,8 +89,9 @@ def _of_ranks() -> Iterator[str]:
         names, are = ", ".join(missing), "is" if len(missing) == 1 else "are"
         yield f"{given[0]} is set and {names} {are} not: start ranks by torchrun, or by hdet run --processes"
     numbers: dict[str, int] = {}
-    for name, least in NUMBERS.items():
-        most = numbers["WORLD_SIZE"] - 1 if name == "RANK" and "WORLD_SIZE" in numbers else None
+    for name, (least, most) in NUMBERS.items():
+        if name == "RANK" and "WORLD_SIZE" in numbers:
+            most = numbers["WORLD_SIZE"] - 1
         try:
             if name in os.environ:
                 numbers[name] = environment_number(name, least, most)

@@ -19,6 +19,11 @@ REENTRANT = (
     "torch.autograd.grad, so that nothing can be learnt of them; give it use_reentrant=False, or no checkpointing "
     "in eval mode"
 )
+MIXED_HOOK = (
+    "a hook of torch.autograd.graph.register_multi_grad_hook waits for gradients of parameters and of other tensors at "
+    "once, and torch runs none such under torch.autograd.grad, by which the probe asks; give it mode='any', or take it "
+    "off in eval mode"
+)
 
 Take = Callable[[int, Tensor], None]
 """Told a parameter's number among `tensors.trained`, and a gradient of it."""
@@ -74,6 +79,8 @@ def _handed_over(loss: Tensor, own: Sequence[nn.Parameter], take: Take) -> None:
     except RuntimeError as error:
         if "use_reentrant" in str(error):
             raise StepError(REENTRANT) from error
+        if "_will_engine_execute_node" in str(error):
+            raise StepError(MIXED_HOOK) from error
         raise
     finally:
         for handle in handles:
@@ -85,7 +92,7 @@ def _handed_over(loss: Tensor, own: Sequence[nn.Parameter], take: Take) -> None:
 
 @contextmanager
 def _without_multi_grad_hooks(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """No hook of `torch.autograd.graph.register_multi_grad_hook` runs: torch raises where it meets one of a leaf.
+    """No `torch.autograd.graph.register_multi_grad_hook` of mode "all" runs: torch raises where it meets one of a leaf.
 
     They see gradients and change none. Other hooks may be masks, without which evidence would count frozen entries.
     """

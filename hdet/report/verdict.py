@@ -17,7 +17,7 @@ WEAK = 1 / 3
 RETURNS = 0.5
 BECAUSE = {
     "rewound": "training had gone wrong (rewound)",
-    "restarted": "the first steps had been far too large (restarted)",
+    "restarted": "the first steps had been far too large, or had wrecked the model (restarted)",
     "restored": "every replica had become non-finite (restored)",
 }
 NO_PROGRESS = "the run learned nothing, its loss ended where it began"

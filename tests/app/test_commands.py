@@ -485,8 +485,12 @@ def test_the_doctor_names_versions_devices_and_what_is_odd(
             {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "x"},
             [
                 "the environment variable RANK is '2', and should be a whole number from 0 to 1; torchrun sets it",
-                "the environment variable MASTER_PORT is 'x', and should be a whole number of at least 0; torchrun",
+                "the environment variable MASTER_PORT is 'x', and should be a whole number from 0 to 65535; torchrun",
             ],
+        ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "here", "MASTER_PORT": "70000"},
+            ["the environment variable MASTER_PORT is '70000', and should be a whole number from 0 to 65535; torchrun"],
         ),
         (
             {"WORLD_SIZE": "abc"},
@@ -500,7 +504,7 @@ def test_the_doctor_names_versions_devices_and_what_is_odd(
 def test_the_doctor_says_by_which_variables_ranks_do_not_find_each_other(
     given: dict[str, str], expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+    for name in doctor.VARIABLES:
         monkeypatch.delenv(name, raising=False)
     said = set(doctor.problems())
     for name, value in {**given, "OMP_NUM_THREADS": "1"}.items():

@@ -421,6 +421,17 @@ def test_a_pretrained_model_that_nothing_has_lowered_is_hardly_held_by_last_weig
     assert off.propose(state, replace(less[1], slope=0.1), given) == 0.25, "as of any other model"
 
 
+def test_what_evidence_lowers_of_a_pretrained_model_stays() -> None:
+    """Its last weights call for less at any rate, so that a return would be held by averaged ones alone."""
+    rule, below = Return(), replace(RISING, shift=-1.0)
+    first = replace(AHEAD, excess=99.0, bottom=2.0)
+    state = rule.observe(rule.begin(rule.start(), first), first, below)
+    state = rule.moved(state, -0.5, -0.5, LESS, below)
+    for _ in range(5):
+        state = rule.observe(state, replace(LESS, slope=0.0), below)
+        assert rule.propose(state, replace(LESS, slope=0.0), below) is None
+
+
 def test_a_pretrained_model_goes_on_to_where_its_first_window_proved_the_rate_to_be_best() -> None:
     """By moves of 0.25, as long as the warm-up lasts, and after looking ahead has lowered it, too."""
     rule, given = Return(), replace(RISING, shift=-1.0)

@@ -276,19 +276,25 @@ def test_averaged_weights_that_call_for_more_overrule_the_last(t_avg: float, ret
 
 
 def test_what_was_lowered_for_a_reason_returns_once_two_windows_on_end_do_not_call_for_less() -> None:
-    below, unknown = Context(shift=-0.6), (Estimate.nothing(), Context(shift=-0.6))
+    below = Context(shift=-0.6)
     lowered, quiet, less = (DOWN, below), (QUIET, below), (LESS, below)
     down, up = pytest.approx(-0.2), 0.25
     assert moves(Calibrate(), lowered, quiet, quiet, quiet) == [down, 0.0, up, up]
     assert moves(Calibrate(), lowered, quiet, less, quiet, quiet) == [down, 0.0, 0.0, 0.0, up], "on end"
-    assert moves(Calibrate(), lowered, quiet, unknown, quiet) == [down, 0.0, 0.0, up], "one that tells nothing"
+    assert moves(Calibrate(), lowered, quiet, (Estimate.nothing(), below), quiet) == [down, 0.0, 0.0, up], "none told"
     assert moves(Calibrate(), lowered, quiet, quiet, less, quiet) == [down, 0.0, up, 0.0, up], "has waited"
     assert moves(Calibrate(), lowered, quiet, lowered, quiet, quiet) == [down, 0.0, down, 0.0, up], "begins anew"
     assert moves(Calibrate(quiet_windows=3), lowered, quiet, quiet, quiet) == [down, 0.0, 0.0, up]
-    _, rewound = Calibrate().retreat(Calibrate().start(), Context(), worked=1.0)
+
+
+@pytest.mark.parametrize("then", ["QUIET", "LESS", "DOWN"])
+def test_what_a_guard_lowered_stays(then: str) -> None:
+    below, calibrate = Context(shift=-0.6), Calibrate()
+    _, rewound = calibrate.retreat(calibrate.start(), Context(), worked=1.0)
+    _, rewound = calibrate.step(rewound, {"QUIET": QUIET, "LESS": LESS, "DOWN": DOWN}[then], below)
     for _ in range(5):
-        move, rewound = Calibrate().step(rewound, QUIET, below)
-        assert move == 0.0, "what a guard lowered stays"
+        move, rewound = calibrate.step(rewound, QUIET, below)
+        assert move == 0.0
 
 
 def test_what_looking_ahead_lowered_returns_at_once() -> None:

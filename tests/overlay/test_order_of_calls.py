@@ -255,6 +255,19 @@ def test_hooks_on_all_gradients_are_put_back_and_a_mask_is_in_force(fails: bool)
     assert seen == [2]
 
 
+def test_a_hook_on_parameters_and_activations_at_once_is_told_of() -> None:
+    model = network()
+
+    def watch(module: nn.Module, _: Any, output: Tensor) -> None:
+        register_multi_grad_hook([output, module.weight], lambda _: None)
+
+    handle = model[0].register_forward_hook(watch)
+    with pytest.raises(StepError, match="of parameters and of other tensors at once"):
+        gradients.summed(model, [loss_of(model, batch(0))])
+    handle.remove()
+    assert any(gradient.any() for gradient in gradients.summed(model, [loss_of(model, batch(0))]))
+
+
 def scaled(**options: Any) -> hdet.Search:
     """Two micro-batches, whose losses are multiplied."""
     model = network()

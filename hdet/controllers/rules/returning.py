@@ -19,8 +19,8 @@ class ReturnState(Beginning):
     """How training has begun.
 
     Attributes:
-        waits: windows that have to pass without a call for less before it speaks, since evidence or a guard lowered
-            the base.
+        waits: windows on end that have to pass without a call for less before it speaks, since something else than
+            looking ahead has lowered the base.
         looked: whether looking ahead has.
         huge: whether steps at the schedule as given would have been huge, while `untrained` held.
         goal: the shift at which a pretrained model's first window proved the rate to be best; 0 where it did not.
@@ -41,14 +41,16 @@ class Return(OfSmallSteps, SlopeRule):
     large models the last weights call for less in most windows, whatever the rate.
 
     On a plateau evidence may lower too far as well. What anything but looking ahead has lowered goes back once last
-    weights have not called for less in `quiet_windows` windows on end; what a guard has lowered stays.
+    weights have not called for less in `quiet_windows` windows on end. What a guard that goes back has lowered stays,
+    and what evidence has lowered while a pretrained model warms up.
 
-    So they do in fine-tuning. As long as a pretrained model's schedule has not fallen and looking ahead has lowered
-    nothing, the base lies low for no other reason than that it was entered so. There averaged weights hold it
-    (`t > significance`), and last ones from `entered_significance` on. It goes on to where the first window proved the
-    rate to be best (`Estimate.bottom`), which raises stop short of: later windows see no further than their own end.
-    That is counted from where the window read, ahead of the base (`Estimate.offset`); a raise counts from the base.
-    Where that is above the schedule as given, it goes on to there after looking ahead has lowered the base, too.
+    In fine-tuning, too, last weights call for less at any rate. As long as a pretrained model's schedule has not fallen
+    and looking ahead has lowered nothing, the base lies low for no other reason than that it was entered so. There
+    averaged weights hold it (`t > significance`), and last ones from `entered_significance` on. It goes on to where the
+    first window proved the rate to be best (`Estimate.bottom`), which raises stop short of: later windows see no
+    further than their own end. That is counted from where the window read, ahead of the base (`Estimate.offset`); a
+    raise counts from the base. Where that is above the schedule as given, it goes on to there after looking ahead has
+    lowered the base, too.
 
     While an untrained model warms up, looking ahead lowers no rate below where its steps are small
     (`hdet.controllers.vetoes.SmallSteps`), and there is nothing to make up for beyond. So it goes no further than there
@@ -59,7 +61,8 @@ class Return(OfSmallSteps, SlopeRule):
         significance: |t| from which last and averaged weights are believed.
         entered_significance: t of the last weights of a pretrained model whose base nothing has lowered, or only
             looking ahead below a proven best rate. Up to `significance` such a base is as any other.
-        quiet_windows: windows on end without a call for less that outweigh the evidence that lowered the base.
+        quiet_windows: windows on end without a call for less that outweigh the evidence that lowered the base; 1000,
+            which are more than a run has, make it stay.
         return_step: largest move, in coordinates.
         ceiling: largest shift that it leads to, of a pretrained model; 0 is never above the schedule as given.
         huge: `step_size` of the schedule as given above which that is no guess; 0 takes any for one.
@@ -83,9 +86,9 @@ class Return(OfSmallSteps, SlopeRule):
         if estimate.pretrained and estimate.bottom is not None:
             goal = context.shift + estimate.offset + estimate.bottom
             seen = replace(seen, goal=min(max(0.0, goal), self.ceiling))
-        if seen.waits > 0 and estimate.testable:
+        if seen.waits > 0:
             less = estimate.t_of_eight > self.significance
-            seen = replace(seen, waits=max(seen.waits, self.quiet_windows) if less else seen.waits - 1)
+            seen = replace(seen, waits=max(seen.waits, float(self.quiet_windows)) if less else seen.waits - 1)
         return replace(seen, huge=seen.huge or (seen.untrained and huge_as_given(estimate, context, self.huge)))
 
     def propose(self, state: ReturnState, estimate: Estimate, context: Context) -> float | None:
@@ -107,7 +110,7 @@ class Return(OfSmallSteps, SlopeRule):
             return state
         if estimate.offset > 0:
             return replace(state, looked=True)
-        return replace(state, waits=max(state.waits, self.quiet_windows))
+        return replace(state, waits=math.inf if state.pretrained else max(state.waits, float(self.quiet_windows)))
 
     def retreat(self, state: ReturnState, context: Context) -> ReturnState:
         return ReturnState(waits=math.inf)
