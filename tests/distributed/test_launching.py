@@ -89,6 +89,15 @@ def test_a_number_of_ranks_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyP
         pass
 
 
+def test_several_ranks_without_a_number_each_do_not_train_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under a job script that exports the number of ranks, whose processes torchrun has not started."""
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="RANK, MASTER_ADDR, MASTER_PORT not set; start"), launching.ranks("cpu"):
+        pass
+
+
 def test_a_full_disk_of_the_leader_is_an_error_of_hdet() -> None:
     def write() -> None:
         raise OSError(28, "No space left on device")
