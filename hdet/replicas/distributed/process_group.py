@@ -42,8 +42,10 @@ def process_group(backend: str | None = None, timeout: float = 600.0) -> Iterato
     """
     missing = [name for name in REQUIRED if name not in os.environ]
     if missing:
+        alone = "" if "WORLD_SIZE" in missing else "; a process of its own needs no WORLD_SIZE: unset it"
         raise ConfigError(
             f"{', '.join(missing)} not set; start the script by torchrun --nproc-per-node=4 script.py, or set them"
+            + alone
         )
     for module in ("torch._dynamo", "torch.distributed.fsdp"):
         import_module(module)
