@@ -287,11 +287,11 @@ def test_what_was_lowered_for_a_reason_returns_once_two_windows_on_end_do_not_ca
     assert moves(Calibrate(quiet_windows=3), lowered, quiet, quiet, quiet) == [down, 0.0, 0.0, up]
 
 
-@pytest.mark.parametrize("then", ["QUIET", "LESS", "DOWN"])
-def test_what_a_guard_lowered_stays(then: str) -> None:
+@pytest.mark.parametrize("then", [QUIET, LESS, DOWN], ids=["quiet", "less", "down"])
+def test_what_a_guard_lowered_stays(then: Estimate) -> None:
     below, calibrate = Context(shift=-0.6), Calibrate()
     _, rewound = calibrate.retreat(calibrate.start(), Context(), worked=1.0)
-    _, rewound = calibrate.step(rewound, {"QUIET": QUIET, "LESS": LESS, "DOWN": DOWN}[then], below)
+    _, rewound = calibrate.step(rewound, then, below)
     for _ in range(5):
         move, rewound = calibrate.step(rewound, QUIET, below)
         assert move == 0.0
