@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import hdet
 from hdet.errors import ConfigError
-from hdet.replicas.distributed.process_group import REQUIRED, environment_number
+from hdet.replicas.distributed.process_group import NUMBERS, REQUIRED, environment_number
 
 PACKAGES = {
     "core": ("torch", "pydantic", "numpy"),
@@ -31,15 +31,6 @@ NEEDS = {
     "report": "hdet report, and hdet watch --serve, need them",
 }
 
-NUMBERS: dict[str, tuple[int, int | None]] = {
-    "WORLD_SIZE": (1, None),
-    "RANK": (0, None),
-    "LOCAL_RANK": (0, None),
-    "LOCAL_WORLD_SIZE": (1, None),
-    "MASTER_PORT": (0, 65535),
-    "TORCHELASTIC_RESTART_COUNT": (0, None),
-}
-"""Variables that hold a whole number, with the least and the most that each may be."""
 VARIABLES = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", *NUMBERS, "MASTER_ADDR")
 
 
@@ -89,12 +80,11 @@ def _of_ranks() -> Iterator[str]:
         names, are = ", ".join(missing), "is" if len(missing) == 1 else "are"
         yield f"{given[0]} is set and {names} {are} not: start ranks by torchrun, or by hdet run --processes"
     numbers: dict[str, int] = {}
-    for name, (least, most) in NUMBERS.items():
-        if name == "RANK" and "WORLD_SIZE" in numbers:
-            most = numbers["WORLD_SIZE"] - 1
+    for name in NUMBERS:
+        most = numbers["WORLD_SIZE"] - 1 if name == "RANK" and "WORLD_SIZE" in numbers else None
         try:
             if name in os.environ:
-                numbers[name] = environment_number(name, least, most)
+                numbers[name] = environment_number(name, most)
         except ConfigError as error:
             yield str(error)
 

@@ -38,7 +38,7 @@ GOES_ON = "; --resume goes on from the end of the last window"
 def ranks(device: str) -> Iterator[None]:
     """The group of all ranks, where torchrun (or `launch`) has started this process as one of several."""
     end_with_launcher()
-    if environment_number("WORLD_SIZE", 1) > 1:
+    if environment_number("WORLD_SIZE") > 1:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ends a rank at once: a collective that waits runs no handler
         with process_group("gloo" if torch.device(device).type == "cpu" else None):
             yield
@@ -70,7 +70,7 @@ def led(act: Callable[[], T]) -> T:
 
 def restarted() -> bool:
     """Whether torchrun has started these ranks again, after an attempt that failed."""
-    return environment_number("TORCHELASTIC_RESTART_COUNT", 0) > 0
+    return environment_number("TORCHELASTIC_RESTART_COUNT") > 0
 
 
 def shared_out(replicas: int, processes: int) -> int:

@@ -14,6 +14,15 @@ import torch.distributed as dist
 from hdet.errors import ConfigError
 
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+NUMBERS: dict[str, tuple[int, int | None]] = {
+    "WORLD_SIZE": (1, None),
+    "RANK": (0, None),
+    "LOCAL_RANK": (0, None),
+    "LOCAL_WORLD_SIZE": (1, None),
+    "MASTER_PORT": (0, 65535),
+    "TORCHELASTIC_RESTART_COUNT": (0, None),
+}
+"""torchrun's variables that hold a whole number, with the least and the most that each may be."""
 
 BEFORE_THE_END: set[Callable[[], object]] = set()
 """What waits for work in the background that needs groups: a checkpoint's save."""
@@ -49,12 +58,12 @@ def process_group(backend: str | None = None, timeout: float = 600.0) -> Iterato
         )
     for module in ("torch._dynamo", "torch.distributed.fsdp"):
         import_module(module)
-    size = environment_number("WORLD_SIZE", 1)
-    rank = environment_number("RANK", 0, size - 1)
-    port = environment_number("MASTER_PORT", 0, 65535)
-    device = environment_number("LOCAL_RANK", 0)
+    size = environment_number("WORLD_SIZE")
+    rank = environment_number("RANK", size - 1)
+    port = environment_number("MASTER_PORT")
+    device = environment_number("LOCAL_RANK")
     if backend is None:
-        own = torch.cuda.is_available() and environment_number("LOCAL_WORLD_SIZE", 1) <= torch.cuda.device_count()
+        own = torch.cuda.is_available() and environment_number("LOCAL_WORLD_SIZE") <= torch.cuda.device_count()
         backend = "cpu:gloo,cuda:nccl" if own else "gloo"
     limit = timedelta(seconds=timeout)
     # torchrun's agent, or `hdet run --processes`, holds the store itself where it says so; else rank 0 does.
@@ -81,12 +90,14 @@ def process_group(backend: str | None = None, timeout: float = 600.0) -> Iterato
             dist.destroy_process_group()
 
 
-def environment_number(name: str, least: int, most: int | None = None) -> int:
-    """The whole number in one of torchrun's environment variables; `least` where it is not set.
+def environment_number(name: str, most: int | None = None) -> int:
+    """The whole number in one of `NUMBERS`; the least that it may be where it is not set.
 
     Raises:
-        ConfigError: it is no whole number from `least` to `most`.
+        ConfigError: it is no whole number from the least to `most`, by default the variable's own.
     """
+    least, largest = NUMBERS[name]
+    most = largest if most is None else most
     given = os.environ.get(name, str(least))
     try:
         number = int(given)
