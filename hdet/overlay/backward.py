@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -38,3 +39,8 @@ def accumulates(leaf: Any) -> bool:
         return bool(torch._C._will_engine_execute_node(leaf))
     except RuntimeError:  # the answer for a leaf whose gradient `torch.autograd.grad` was asked for
         return False
+
+
+def tells_no_end() -> bool:
+    """Whether compiled autograd runs the backward that is under way, and calls nothing back when it is through."""
+    return getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False)

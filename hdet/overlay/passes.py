@@ -14,7 +14,7 @@ from torch.utils.hooks import unserializable_hook
 from hdet.engine.engine import Engine
 from hdet.errors import StepError
 from hdet.hparams.param_groups import parameters_of
-from hdet.overlay.backward import accumulates, leaf_below
+from hdet.overlay.backward import accumulates, leaf_below, tells_no_end
 from hdet.overlay.hooks import Hook, loss_in, requiring_grad
 from hdet.overlay.kept_gradients import KeptGradients
 from hdet.overlay.lent_bindings import Lending
@@ -33,6 +33,7 @@ class Pass:
         forwarded: it has run forward.
         traced: backward through what it returned can be seen.
         backward: autograd's number of the backward that it had.
+        unended: nothing will tell when that is through.
         differentiated: its gradients were asked for by `torch.autograd.grad`.
     """
 
@@ -41,6 +42,7 @@ class Pass:
     forwarded: bool = False
     traced: bool = False
     backward: int | None = None
+    unended: bool = False
     differentiated: bool = False
 
 
@@ -124,6 +126,7 @@ class Passes:
 
     def end(self) -> None:
         """The optimizer is about to step: a pass that waits is over, or was none."""
+        self.end_unended()
         current = self._current
         if current is None:
             return
@@ -132,6 +135,11 @@ class Passes:
             self._leave(heard=True)
         else:
             self.give_up(keeps_loss=not current.forwarded)  # the step is made within it
+
+    def end_unended(self) -> None:
+        """Autograd is at rest: a backward that nothing tells the end of is through."""
+        if self._current is not None and self._current.unended:
+            self._after_backward(self._current)
 
     def give_up(self, *, keeps_loss: bool = False) -> None:
         """The pass under way is none: its forward failed, or nothing came back through it."""
@@ -208,7 +216,7 @@ class Passes:
             if heard.number and self.were_dropped():
                 self._drop_before(heard)
             self.kept.before_backward()
-            heard.backward = task
+            heard.backward, heard.unended = task, tells_no_end()
             torch.autograd.Variable._execution_engine.queue_callback(Hook(partial(self._after_backward, heard)))
         elif heard.backward != task:
             # A second one adds to gradients that were looked at: what the step would teach is left out.

@@ -178,6 +178,7 @@ class Riding:
         """A training pass begins, or goes on: several forwards to one backward are one pass."""
         if self._busy:
             return
+        self.passes.end_unended()
         if self.passes.under_way:
             self._notice_untraced()
             return

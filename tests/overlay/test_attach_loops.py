@@ -6,6 +6,7 @@ import copy
 import math
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import schedulefree
 import torch
 from attach_parts import HELD, STEPS, adamw, attached, batch, loss_of, network, probe
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 from torch.func import functional_call, grad, grad_and_value, vmap
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -413,6 +415,28 @@ def test_of_a_compiled_step_nothing_of_hdet_is_traced(closure: bool) -> None:
     assert search.finished
     assert traced
     assert not [trace for trace in traced if str(Path(hdet.__file__).parent) in trace]
+
+
+def test_under_compiled_autograd_each_micro_batch_is_a_pass(assert_same: Any) -> None:
+    """Such a backward calls nothing back when it is through."""
+    ends = []
+    for backward in (nullcontext, lambda: compiled_autograd._enable(torch.compile(backend="eager"))):
+        torch._dynamo.reset()
+        torch.manual_seed(7)
+        model = network()
+        optimizer = adamw(model)
+        search = hdet.attach(model, optimizer, probe=probe(), schedule=None, window=5, quiet=True)
+        for step in range(15):
+            for part in range(2):
+                loss = told(search, loss_of(model, batch(step, part)))
+                with backward():
+                    loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert search.engine.size == 2
+        ends.append(copy.deepcopy([model.state_dict(), [record.estimates for record in search.history]]))
+    assert "dropout" in search.shifts
+    assert_same(*ends)
 
 
 def test_a_graph_that_is_to_hold_a_hook_is_told_what_to_compile() -> None:
