@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
-from types import CodeType, FunctionType
+from types import CodeType, FrameType, FunctionType
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 
 from hdet.errors import ConfigError, MatchError
 from hdet.nn.attention import divide_logits
@@ -31,13 +33,20 @@ class Tempered(KnobModule):
         """The module's own forward, with the logits of each attention it computes divided by the temperature.
 
         Raises:
-            MatchError: it called no `F.scaled_dot_product_attention`, so the temperature would do nothing.
+            MatchError: it called no `F.scaled_dot_product_attention`, so the temperature would do nothing, or called it
+                inside `torch.utils.checkpoint`, which runs it again without the temperature.
         """
         if not torch.compiler.is_compiling() and self.temperature == 1.0:
             return super().forward(*args, **kwargs)
         mode = _DivideLogits(self.temperature_knob)
         with mode:
             output = super().forward(*args, **kwargs)
+        if mode.checkpointed:
+            raise MatchError(
+                f"{type(self).__name__} was given a temperature, and its forward calls F.{CALL} inside "
+                f"torch.utils.checkpoint, which in backward would run it without the temperature: checkpoint the whole "
+                f"module instead, or apply hdet.nn.Temperature to its queries inside"
+            )
         if not mode.called:
             raise MatchError(
                 f"{type(self).__name__} was given a temperature, but its forward called no F.{CALL}; "
@@ -57,7 +66,8 @@ def temper(module: nn.Module) -> None:
     The object stays the same, parameters, hooks and `state_dict` included; it gains `temperature` (a float)
     and `temperature_knob` (the `KnobTensor` behind it). Attention kernels that are called in another way
     (flash-attn, flex_attention) are out of reach, and so is activation checkpointing *inside* the module: its
-    recomputation runs outside the module's forward. A module that has a temperature is left as it is.
+    recomputation runs outside the module's forward, so that the first such pass ends in an error. A module that
+    has a temperature is left as it is.
 
     Raises:
         ConfigError: a module inside has a temperature of its own; both would divide.
@@ -115,7 +125,8 @@ class _DivideLogits(TorchFunctionMode):
     def __init__(self, temperature: KnobTensor) -> None:
         super().__init__()
         self.temperature = temperature
-        self.called = False
+        self.called = self.checkpointed = False
+        self._trains = torch.is_grad_enabled()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -123,10 +134,21 @@ class _DivideLogits(TorchFunctionMode):
         given = dict(kwargs or {})
         if func is F.scaled_dot_product_attention:
             self.called = True
+            self.checkpointed |= self._trains and not torch.compiler.is_compiling() and _is_checkpointed()
             given.update(zip(_ARGUMENTS, args, strict=False))
             given["query"], given["scale"] = divide_logits(given["query"], given.get("scale"), self.temperature)
             args = ()
         return func(*args, **given)
+
+
+def _is_checkpointed() -> bool:
+    """Whether the tempered forward that is under way makes the call inside `torch.utils.checkpoint`."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename != __file__:
+        if frame.f_code.co_filename == checkpoint.__file__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import hdet.nn as hnn
 from hdet.errors import ConfigError, MatchError
@@ -208,6 +209,29 @@ def test_outermost_of_nested_attentions_is_tempered() -> None:
 
     model = nn.ModuleDict({"block": Outer()})
     assert swap(model, pattern="block*", dropout=False) == ["block"]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_inside_a_tempered_module_is_refused(reentrant: bool) -> None:
+    """What it runs again in backward would have no temperature, and the gradients would be wrong."""
+
+    class Checkpointed(Attention):
+        def forward(self, x: Tensor, gain: float = 1.0) -> Tensor:
+            output: Tensor = checkpoint(super().forward, x, gain, use_reentrant=reentrant)
+            return output
+
+    model, x = Checkpointed(), torch.randn(2, 3, 4, requires_grad=True)
+    temper(model)
+    model(x).sum().backward()
+    model.temperature = 2.0
+    with torch.no_grad():
+        model(x)
+    with pytest.raises(MatchError, match=r"inside torch\.utils\.checkpoint, which in backward would run it"):
+        model(x)
+    whole = Attention()
+    temper(whole)
+    whole.temperature = 2.0
+    checkpoint(whole, x, use_reentrant=reentrant).sum()
 
 
 def reference(module: Attention, x: Tensor, tau: float) -> Tensor:
