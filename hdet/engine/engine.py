@@ -136,7 +136,6 @@ class Engine:
         self._plain_dropouts = plain_dropouts if plain_dropouts.are_there else None
         self._driver = Driver(replicas)
         # What a step asks is looked up here: between two of training a call takes several times as long as alone.
-        self._claim = self._driver.claim
         to_share = self.plan.gradients == "shared" or not replicas.diverge
         self._shares_on_call = to_share and replicas.shares_on_call
         self._needs_passes = self._why_passes()
@@ -280,7 +279,7 @@ class Engine:
         cycle = self.cycle
         if cycle.finished:
             self._refuse_if_over()
-        if self._claim.is_lost:
+        if self._driver.is_lost:
             self._driver.require()
         if not self._checks.same_groups(cycle.step_count):
             cycle.look_anew()
