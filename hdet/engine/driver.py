@@ -25,15 +25,14 @@ class Driver:
             _drivers[part] = self
         self.is_lost: bool = False  # one optimizer may step several models
 
-    def require(self) -> None:
-        """No engine was made on any of these since.
+    def refuse(self) -> None:
+        """The claim is lost.
 
         Raises:
-            StepError: one was.
+            StepError: always.
         """
-        if self.is_lost:
-            raise StepError(
-                "another engine has been made on this model or its optimizer since (hdet.Engine, attach, explore and "
-                "OneCycleHDET make one each), and two that write its knobs and put its weights back overwrite each "
-                "other; step the one that was made last, or declare all knobs in one engine"
-            )
+        raise StepError(
+            "another engine has been made on this model or its optimizer since (hdet.Engine, attach, explore and "
+            "OneCycleHDET make one each), and two that write its knobs and put its weights back overwrite each "
+            "other; step the one that was made last, or declare all knobs in one engine"
+        )

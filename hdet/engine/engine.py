@@ -278,9 +278,9 @@ class Engine:
         """
         cycle = self.cycle
         if cycle.finished:
-            self._refuse_if_over()
+            self._refuse_as_over()
         if self._driver.is_lost:
-            self._driver.require()
+            self._driver.refuse()
         if not self._checks.same_groups(cycle.step_count):
             cycle.look_anew()
         if self._shares_on_call and self._entered and not self._shared:
@@ -348,7 +348,7 @@ class Engine:
 
     def _enter(self, replica: Replica) -> None:
         if self.cycle.finished:
-            self._refuse_if_over()
+            self._refuse_as_over()
         self._entered = True
         self._checks.entered(replica)
         if self.cycle.watches_entry:
@@ -375,12 +375,11 @@ class Engine:
         if self._needs_passes is not None:
             self._checks.passed(replica)
 
-    def _refuse_if_over(self) -> None:
-        if self.finished:
-            raise StepError(
-                f"the run is over after {self.step_count} steps (total_steps={self.total_steps}); give the engine and "
-                f"its schedules more total_steps, or stop the loop"
-            )
+    def _refuse_as_over(self) -> None:
+        raise StepError(
+            f"the run is over after {self.step_count} steps (total_steps={self.total_steps}); give the engine and "
+            f"its schedules more total_steps, or stop the loop"
+        )
 
     def _refuse_unshared(self) -> None:
         raise StepError(
