@@ -97,20 +97,23 @@ class Watch:
     """
 
     because: Because | None = None
+    first: Anchor | None
 
     def __init__(self, spec: Rewind, scene: Scene) -> None:
         self.spec = spec
         self.scene = scene
-        self.held = self._anchor()
-        self.lowest = math.inf
-        self.since = 0
-        self.bases: dict[str, float] = {}
-        self.level = self.level_then = 0.0
-        self.first: Anchor | None = None
-        self.ahead: dict[str, float] = {}
+        self.forget()
         if spec.overshoot is not None:
             self.first = self._anchor()
             self.first.take(0)
+
+    def forget(self) -> None:
+        """Nothing is gone back to, as before the first step and after the last."""
+        self.held, self.first = self._anchor(), None
+        self.lowest, self.since = math.inf, 0
+        self.bases: dict[str, float] = {}
+        self.ahead: dict[str, float] = {}
+        self.level = self.level_then = 0.0
 
     def begin(self) -> None:
         """Take the first weights again, before step 0."""
@@ -222,12 +225,6 @@ class Watch:
         rows.append(torch.full_like(rows[0], float(self.held.others_written())))
         found = scene.replicas.gather(torch.cat(rows).expand(len(scene.replicas.local), -1))
         return np.asarray(found[0]).reshape(len(rows), -1)
-
-    def forget(self) -> None:
-        """The run is over: nothing is gone back to."""
-        self.held, self.first = self._anchor(), None
-        self.lowest, self.since, self.bases, self.ahead = math.inf, 0, {}, {}
-        self.level = self.level_then = 0.0
 
     def go_back(self, turn: Turn, step: int) -> int:
         """Put a point into every model; the run then has until `patience * step` to find a better one.
