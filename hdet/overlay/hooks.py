@@ -54,9 +54,6 @@ class Hook:
     def __call__(self, *arguments: Any) -> Any:
         return self._act(*arguments)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return _idle
-
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
         return _idle_hook, ()
 
@@ -86,9 +83,8 @@ class Hooks:
     """
 
     def __init__(self, rider: Rider, root: nn.Module, optimizer: Optimizer) -> None:
-        self._rider: Any = rider
+        self._rider: Any = rider  # None once they are idle
         self._optimizer = optimizer
-        self._idle = False
         self._in_closure = False
         self._in_pass: int | None = None  # the thread that makes one: others may call the model at the same time
         self._within = False
@@ -128,13 +124,13 @@ class Hooks:
 
         So it is within an optimizer's step, but for its closure: torch may be going through its hooks, and none may go.
         """
-        self._idle, self._rider = True, None  # and with it the engine
+        self._rider = None  # and with it the engine
         if self._in_closure or not step_is_under_way(self._optimizer):
             for handle in self._handles:
                 handle.remove()
 
     def _before_forward(self, module: nn.Module, arguments: Any) -> None:
-        if self._idle:
+        if self._rider is None:
             self.remove()
             return
         if _calls_itself(module):
@@ -153,7 +149,7 @@ class Hooks:
         return self._trained is not None
 
     def _after_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        if self._idle or self._in_pass != get_ident() or _calls_itself(module):
+        if self._rider is None or self._in_pass != get_ident() or _calls_itself(module):
             return
         self._in_pass = None
         if sys.exc_info()[1] is not self._handled:
@@ -162,7 +158,7 @@ class Hooks:
             self._rider.after_forward(output)
 
     def _before_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        if self._idle:
+        if self._rider is None:
             return None
         # The optimizer itself is the first of the arguments.
         by_name = "closure" in keywords
@@ -178,15 +174,15 @@ class Hooks:
         )
 
     def _after_step(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
-        if not self._idle:
+        if self._rider is not None:
             self._rider.after_step()
 
     def _before_saving(self, optimizer: Optimizer, *state: Any) -> None:
-        if not self._idle:
+        if self._rider is not None:
             self._rider.before_saving()
 
     def _after_saving(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        if self._idle or not step_is_under_way(optimizer):
+        if self._rider is None or not step_is_under_way(optimizer):
             return
         for group in state["param_groups"]:  # whose tensors are the optimizer's own
             group.update({key: entry.clone() for key, entry in group.items() if isinstance(entry, Tensor)})
@@ -211,7 +207,7 @@ class Hooks:
                 loss = closure()
             finally:
                 self._in_closure = False
-            if not self._idle:  # the closure may have detached the search
+            if self._rider is not None:  # the closure may have detached the search
                 before_step()
             return loss
 
