@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ class Hand:
     Attributes:
         waits: what is written is for the next step, and put in with it.
         put: what the groups held once it was put in.
-        shift: tells how far the knob has been moved, for where the value cannot.
+        knob: tells how far it has been moved, for where the value cannot.
     """
 
     value: float | None = None
@@ -36,7 +36,7 @@ class Hand:
     waits: bool = False
     theirs: list[Any] = field(default_factory=list)
     put: list[Any] = field(default_factory=list)
-    shift: Callable[[], float] | None = None
+    knob: BoundKnob | None = None
 
 
 @dataclass(frozen=True)
@@ -84,13 +84,9 @@ class LentGroups(GroupBinding):
 
     def _groups(self) -> list[dict[str, Any]]:
         groups = self.optimizer.param_groups
-        if self._last >= len(groups):
+        if max(self.indices) >= len(groups):
             raise taken_out(len(groups))
         return [groups[index] for index in self.indices]
-
-    @cached_property
-    def _last(self) -> int:
-        return max(self.indices)
 
     @cached_property
     def _of_theirs(self) -> Sequence[int]:
@@ -169,7 +165,7 @@ class LentGroups(GroupBinding):
 
     @property
     def _shift(self) -> float:
-        return self.hand.shift() if self.hand.shift is not None else 0.0
+        return self.hand.knob.shift if self.hand.knob is not None else 0.0
 
 
 class LentScalar:
@@ -280,13 +276,14 @@ class Lending:
 
     def know(self, knobs: Sequence[BoundKnob]) -> None:
         """Let scalars that evaluation depends on rest at their knobs' bases, and groups know how far these moved."""
-        assert self._step is not None
+        step = self._step
+        assert step is not None
         for knob in knobs:
             binding = knob.bindings[0]
             if isinstance(binding, LentScalar):
-                binding.rest = _base(knob, self._step)
+                binding.rest = lambda own=knob: own.base(step())
             elif isinstance(binding, LentGroups):
-                binding.hand.shift = partial(getattr, knob, "shift")
+                binding.hand.knob = knob
 
     def put_in_forward(self, *, at_base: bool = False) -> None:
         """Forward knobs are in force: a pass begins, of a seat or, beyond them, at the bases."""
@@ -389,10 +386,6 @@ class Lending:
             finally:
                 for one in mine:
                     one.take_out()
-
-
-def _base(knob: BoundKnob, step: Callable[[], int]) -> Callable[[], float]:
-    return lambda: knob.base(step())
 
 
 def kept(entry: Any) -> Any:
