@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import product
 from typing import Any
@@ -342,8 +342,7 @@ def by_pattern(model: nn.Module, optimizer: Optimizer, patterns: Patterns) -> di
     """
     if not patterns:
         raise ConfigError('rates={} names no group; give names with patterns on parameter names, or rates="together"')
-    held = ids_of(optimizer)
-    known = [(name, parameter) for name, parameter in _parameters(model) if id(parameter) in held]
+    known = _parameters(model, optimizer)
     found: dict[int, str] = {}
     for name, given in patterns.items():
         if not isinstance(name, str) or not name.isprintable() or not name:
@@ -393,10 +392,9 @@ def by_name(model: nn.Module, optimizer: Optimizer, names: Collection[str]) -> d
     Raises:
         MatchError: a name is that of no parameter that the optimizer holds.
     """
-    held = ids_of(optimizer)
     found: dict[int, str] = {}
-    for name, parameter in _parameters(model):
-        if name in names and id(parameter) in held:
+    for name, parameter in _parameters(model, optimizer):
+        if name in names:
             found.setdefault(id(parameter), name)
     lacking = sorted(set(names) - set(found.values()))
     if lacking:
@@ -466,20 +464,19 @@ def matrices_by_default(model: nn.Module, optimizer: Optimizer) -> bool:
 
 
 def _matrices(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
-    """The matrices that an optimizer holds, each by every name that it has."""
+    """The matrices among `_parameters`."""
+    return [(name, parameter) for name, parameter in _parameters(model, optimizer) if spectral_gain(parameter) > 0.0]
+
+
+def _parameters(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
+    """What an optimizer holds of a model, each by every name that it has, free of what wrappers put in between."""
     held = ids_of(optimizer)
     return [
-        (name, parameter)
-        for name, parameter in _parameters(model)
-        if id(parameter) in held and spectral_gain(parameter) > 0.0
+        (f"{path}.{name}" if path else name, parameter)
+        for path, module in named_modules(model)
+        for name, parameter in named_parameters(module, recurse=False)
+        if id(parameter) in held
     ]
-
-
-def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every parameter by every name it has, free of what wrappers put in between."""
-    for path, module in named_modules(model):
-        for name, parameter in named_parameters(module, recurse=False):
-            yield f"{path}.{name}" if path else name, parameter
 
 
 def _parted(whole: Group, names: Mapping[int, str]) -> dict[str, Group]:
