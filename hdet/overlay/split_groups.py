@@ -436,12 +436,10 @@ def kinds_of_optimizers(optimizer: Optimizer) -> dict[Groups, str]:
     if len(found) < 2:
         return {None: ""}
     short = [kind.__name__ for kind in found]
-    told = {kind: kind.__name__ if short.count(kind.__name__) == 1 else _full_name(kind) for kind in found}
-    return {tuple(indices): told[kind] for kind, indices in found.items()}
-
-
-def _full_name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
+    return {
+        tuple(indices): kind.__name__ if short.count(kind.__name__) == 1 else f"{kind.__module__}.{kind.__qualname__}"
+        for kind, indices in found.items()
+    }
 
 
 def matrices_by_default(model: nn.Module, optimizer: Optimizer) -> bool:
