@@ -273,7 +273,7 @@ class Search(AbstractContextManager["Search"]):
             riding.load_state_dict(before)
             riding.counting = counting
             raise
-        self._notice_return(state["engine"]["open"], of_all=_holds_all_replicas(state))
+        self._notice_return(state)
 
     def _require(self, state: Mapping[str, Any]) -> None:
         """Whether a state can be loaded, as far as that shows beforehand."""
@@ -298,11 +298,13 @@ class Search(AbstractContextManager["Search"]):
                 f"before the first step, or attach anew"
             )
 
-    def _notice_return(self, under_way: dict[str, Any] | None, of_all: bool) -> None:
+    def _notice_return(self, state: Mapping[str, Any]) -> None:
         """Say that the weights are those of the window's opening, where the window could not be taken up."""
-        engine = self.engine
+        engine, under_way = self.engine, state["engine"]["open"]
         if under_way is None or engine.step_count == under_way["step"]:
             return
+        # A state is of all ranks of its run, which may have been one process, or of one of several.
+        of_all = "ranks" in state or state["engine"]["size"] == state["micro_batches"]
         if engine.home.size > len(engine.replicas) and not of_all:
             raise CheckpointError(
                 f"the search's state was taken at step {under_way['step']}, in mid-window, by one rank, and this run "
@@ -316,11 +318,6 @@ class Search(AbstractContextManager["Search"]):
             f"model holds the weights of step {engine.step_count}, at which the window opened; go on from there"
             + (", the scheduler put back to that step too" if scheduled else "")
         )
-
-
-def _holds_all_replicas(state: Mapping[str, Any]) -> bool:
-    """Whether a state is of all ranks of its run, which may have been one process."""
-    return "ranks" in state or state["engine"]["size"] == state["micro_batches"]
 
 
 def _require_parts(state: Mapping[str, Any], model: nn.Module) -> None:
