@@ -53,12 +53,8 @@ class ReportedLosses:
 
     def keep_as_first(self, number: int) -> None:
         """Those of one pass alone are left, which has become the first of the step."""
-        losses, weights = self._losses, self._weights
-        self.clear()
-        if number in losses:
-            self._losses[0] = losses[number]
-        if number in weights:
-            self._weights[0] = weights[number]
+        self._losses = {0: self._losses[number]} if number in self._losses else {}
+        self._weights = {0: self._weights[number]} if number in self._weights else {}
 
     def clear(self) -> None:
         """The step is over."""
