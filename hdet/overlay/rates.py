@@ -60,14 +60,11 @@ class Rates:
     def course(self, entry: Entry) -> Course:
         """What all groups hold under an entry; the learning rate's is foreseen where the scheduler is known."""
         if entry not in self.courses:
-            forecast = self._forecast if entry == RATE else ()
-            between = each = 1
-            before = 0
-            if forecast and self.follower is not None:
-                between, each = self.follower.steps_between, self.follower.steps_each
-                before = self.follower.steps_before
+            known = self.follower if entry == RATE and self._forecast else None
+            forecast = self._forecast if known is not None else ()
+            pace = (known.steps_between, known.steps_each, known.steps_before) if known is not None else (1, 1, 0)
             first = forecast[0] if forecast else self.read(entry)
-            self.courses[entry] = Course(first, forecast, between, each, before, warms_up=entry == RATE)
+            self.courses[entry] = Course(first, forecast, *pace, warms_up=entry == RATE)
         return self.courses[entry]
 
     def read(self, entry: Entry) -> list[float]:
