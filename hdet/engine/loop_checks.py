@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from hdet.replicas import Replica, Replicas
 from hdet.replicas.distributed import refusals
 from hdet.user_warning import warn
 
-_PARAMETERS = itemgetter("params")
 UNTOLD = 10
 """Steps that a loop makes on end without `engine.step`, after which this is said."""
 
@@ -39,7 +37,7 @@ class LoopChecks:
         self._watched = next((p for p in replicas.hosts[0][0].parameters() if p.requires_grad), None)
         self._lost: set[str] = set()  # names of knobs of which it was said that their modules are gone
         self._version, self._untold = -1, -1  # the first change is that of a step that was told, or of none
-        self._groups = [list(map(len, map(_PARAMETERS, optimizer.param_groups))) for _, optimizer in replicas.hosts]
+        self._groups = [[len(group["params"]) for group in own.param_groups] for _, own in replicas.hosts]
         self._look()
 
     def _look(self) -> None:
@@ -145,7 +143,7 @@ class LoopChecks:
             else:
                 return True
         for (_, optimizer), then in zip(self._replicas.hosts, self._groups, strict=True):
-            now = list(map(len, map(_PARAMETERS, optimizer.param_groups)))
+            now = [len(group["params"]) for group in optimizer.param_groups]
             if now != then:
                 raise StepError(
                     f"an optimizer holds other parameter groups in step {step} than when the engine was made: "
