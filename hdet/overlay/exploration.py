@@ -23,6 +23,7 @@ from hdet.overlay.lent_bindings import Lending, put_back
 from hdet.overlay.told_schedule import Course, Told, rates
 from hdet.replicas import Replicas, tensors
 from hdet.replicas.distributed.fingerprint import fingerprint
+from hdet.replicas.optimizer_numbers import kept_in_groups
 
 KEY = "hdet"
 """Under which key of a scheduler's state the exploration's lies."""
@@ -197,7 +198,10 @@ class Exploration:
         return {"rates": rates(self.optimizer), "scheduler": copy.deepcopy(self._scheduler_state())}
 
     def _follow(self, step: int) -> None:
-        """Tell the knobs the scheduler's rates at a step, and the other replicas all that it wrote."""
+        """Tell the knobs the scheduler's rates at a step, and the other replicas all that it wrote.
+
+        What an optimizer keeps as state in its groups, as Schedule-Free's `weight_sum`, is each replica's own.
+        """
         written = rates(self.optimizer)
         before = self._course.at(step - 1) if step else written
         held = []
@@ -206,9 +210,11 @@ class Exploration:
             held.append(last if isinstance(knob.spec.controller, Paper) and knob.state.started else own)
             knob.peak = max(knob.peak, own)
         self._course.tell(step, held)
+        kept = kept_in_groups(self.optimizer)
         for _, other in self.engine.hosts[1:]:
-            for group, source in zip(other.param_groups, self.optimizer.param_groups, strict=True):
-                group.update({key: value for key, value in source.items() if key not in ("params", "lr")})
+            for index, (group, source) in enumerate(zip(other.param_groups, self.optimizer.param_groups, strict=True)):
+                others = {"params", "lr", *(key for place, key in kept if place == index)}
+                group.update({key: value for key, value in source.items() if key not in others})
             write_rates(other, written)
 
 

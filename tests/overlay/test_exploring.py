@@ -5,7 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import prodigyopt
 import pytest
+import schedulefree
 import torch
 from scheduler_job import QUIET, TOTAL, WINDOW, WRAPS, Job, cycle_end, first_rates, one_cycle, optimizer
 from torch import nn
@@ -14,6 +16,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 import hdet
 from hdet.errors import ConfigError, StepError
+from hdet.replicas.optimizer_numbers import kept_in_groups
 
 pytestmark = QUIET
 
@@ -146,6 +149,31 @@ def test_tensor_rates_are_explored_in_place() -> None:
         assert values == pytest.approx([0.9 * base, 1.1 * base], rel=1e-6)
         scheduler.step([torch.zeros(())] * 2)
         plain.step()
+
+
+@pytest.mark.parametrize("kind", [schedulefree.AdamWScheduleFree, prodigyopt.Prodigy])
+def test_what_an_optimizer_keeps_in_its_groups_is_each_replica_s_own(kind: Callable[..., Any]) -> None:
+    model = nn.Linear(2, 1)
+    made = kind(model.parameters(), lr=0.1)
+    if isinstance(made, schedulefree.AdamWScheduleFree):
+        made.train()
+    home = hdet.replicate(model, made, n=3)
+    merge = hdet.merges.Mean(optimizer="average")
+    scheduler = hdet.explore(CosineAnnealingLR(made, 20), window=10, replicas=home, gradients="local", merge=merge)
+    for _ in range(3):
+        losses = []
+        for replica in home.local:
+            with replica:
+                losses.append((replica.model(torch.ones(4, 2)) - replica.index).square().mean())
+                losses[-1].backward()
+        for _, each in home.hosts:
+            each.step()
+            each.zero_grad()
+        kept = [{key: each.param_groups[0][key] for _, key in kept_in_groups(each)} for _, each in home.hosts]
+        assert kept[0] != kept[1] != kept[2]
+        scheduler.step(losses)
+        for (_, each), own in zip(home.hosts, kept, strict=True):
+            assert {key: each.param_groups[0][key] for key in own} == own
 
 
 def step_unshared(job: Job, *, share: Callable[[], None] = lambda: None) -> None:
