@@ -46,6 +46,7 @@ class Rates:
         self._forecast = forecast
         self._first = self.read(RATE)
         self._was_fresh = not optimizer.state
+        self._opened = False  # a window, since the last step was told
         self._made = 0  # steps of the scheduler by the time when it was to have made `UNMOVED`
 
     @property
@@ -99,8 +100,9 @@ class Rates:
                 f"its state, of a run under way, was loaded in between, and the search's was not; load it before "
                 f"hdet.attach, so that the search begins there, or load the search's state too"
             )
-        if self.driven:
+        if self.driven and (self._opened or not self._on_device):
             self._refuse_moved()
+        self._opened = False
         surprised = False
         for entry, course in self.courses.items():
             foreseen = course.at(step)
@@ -113,6 +115,11 @@ class Rates:
             surprised = surprised or course.at(step) != foreseen
         return surprised
 
+    @property
+    def _on_device(self) -> bool:
+        """Whether a learning rate is a tensor that a device would be waited for to read."""
+        return any(isinstance(group["lr"], Tensor) and group["lr"].device.type != "cpu" for group in self.groups)
+
     def _loaded_since(self) -> bool:
         """Whether a run under way was loaded after the search was made: its moments, and its scheduler's steps.
 
@@ -122,7 +129,8 @@ class Rates:
         return ahead and self._was_fresh and bool(self.optimizer.state)
 
     def forget_before(self, step: int) -> None:
-        """A window has opened at a step."""
+        """A window has opened at a step. The device was waited for, and rates that lie there can be read."""
+        self._opened = True
         for course in self.courses.values():
             course.forget_before(step - 2)  # the two before it tell what the step was expected to be
 
@@ -167,8 +175,7 @@ class Rates:
     ) -> tuple[list[float], int]:
         """What the optimizer holds, and where in the forecast that is."""
         foreseen = follower.position_at(step)
-        unread = any(isinstance(group["lr"], Tensor) and group["lr"].device.type != "cpu" for group in self.groups)
-        if unread or not (settled or follower.known_in_passes):
+        if self._on_device or not (settled or follower.known_in_passes):
             return course.foreseen(foreseen), foreseen
         held = self.read(RATE)
         position = follower.place(step, held, course.forecast)

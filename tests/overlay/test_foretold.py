@@ -230,6 +230,21 @@ def test_rates_on_a_device_are_taken_as_foretold() -> None:
             group["lr"] = rate
 
 
+def test_a_rate_on_a_device_that_nobody_is_to_move_is_read_once_a_window() -> None:
+    optimizer = torch.optim.AdamW(network().parameters(), lr=torch.tensor(1e-3))
+    found = Rates(optimizer, None, driven=True)
+    optimizer.param_groups[0]["lr"] = torch.empty((), device="meta")
+    for step in range(5):
+        found.tell(step, settled=False)
+        found.tell(step)
+    found.forget_before(5)
+    with pytest.raises(RuntimeError, match="meta tensor"):
+        found.tell(5, settled=False)
+    optimizer.param_groups[0]["lr"] = torch.tensor(2e-3)
+    with pytest.raises(StepError, match="brings a schedule of its own"):
+        found.tell(5)
+
+
 def test_rates_held_as_float32_tensors_are_found_again() -> None:
     job = Job()
     for group in job.optimizer.param_groups:
