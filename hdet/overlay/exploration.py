@@ -182,6 +182,8 @@ class Exploration:
         if earlier is not None and (other := earlier()) is not None:
             other.close()  # a notebook's cell may run twice
         _explorations[self.optimizer] = ref(self)
+        if self._sharing is not None:
+            self._sharing.put_on()
         self._hooks = []
         for _, optimizer in self.replicas.hosts:
             self._hooks.append(optimizer.register_step_pre_hook(Hook(self._before_step)))
@@ -240,9 +242,12 @@ class Sharing:
         self._replicas = replicas
         self._looks = LOOKS
         self._seen: dict[int, list[float]] = {}  # by the optimizer's host
+
+    def put_on(self) -> None:
+        """Look from the optimizers' next steps on."""
         self._hooks = [
             optimizer.register_step_pre_hook(partial(self._look, host))
-            for host, (_, optimizer) in enumerate(replicas.hosts)
+            for host, (_, optimizer) in enumerate(self._replicas.hosts)
         ]
 
     def check(self, step: int) -> bool:

@@ -1,6 +1,8 @@
 """OneCycleHDET with something to explore: the engine's cycle under torch's loop."""
 
+import copy
 import math
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -240,6 +242,20 @@ def test_gradients_are_looked_at_in_the_first_steps_only() -> None:
     before = [len(own) for own in hooks]
     job.train(until=2)
     assert [len(own) for own in hooks] == [many - 1 for many in before]
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda job: pickle.loads(pickle.dumps(job))])
+def test_a_copy_looks_at_gradients_in_as_many_steps(again: Callable[[Any], Any]) -> None:
+    made = Job(one_cycle)
+    made.train(until=1)
+    job = again(made)
+    hooks = [made._optimizer_step_pre_hooks for _, made in job.home.hosts]
+    before = [len(own) for own in hooks]
+    job.train(until=2)
+    assert [len(own) for own in hooks] == [many - 1 for many in before]
+    unshared = again(made)
+    with pytest.raises(StepError, match="the gradients of the 3 replicas differ in step 1"):
+        step_unshared(unshared)
 
 
 def test_a_group_at_rest_stays_at_rest() -> None:
