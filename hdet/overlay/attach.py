@@ -139,7 +139,8 @@ def attach(
         The search: what was learned (`shifts`), the windows (`history`), and its own `state_dict` for a checkpoint.
 
     Raises:
-        ConfigError: what was given cannot be; the message names it and the way out.
+        ConfigError: what was given cannot be; the message names it and the way out. A search that the optimizer had
+            before may have ended then.
 
     >>> import torch, hdet
     >>> _ = torch.manual_seed(0)
