@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
+from numbers import Integral
 
 import numpy as np
 import torch
@@ -23,18 +24,11 @@ from hdet.windows import FixedWindow, Windows
 
 
 def declared(argument: str, given: object, *kinds: type) -> None:
-    """What was passed is of the kind that the argument takes."""
-    if not isinstance(given, kinds) or isinstance(given, bool):
+    """What was passed is of the kind that the argument takes; where it takes an int, NumPy's is one too."""
+    taken = (*kinds, Integral) if int in kinds else kinds
+    if not isinstance(given, taken) or isinstance(given, bool):
         allowed = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
         raise ConfigError(f"{argument} must be of type {allowed}, got {given!r}")
-
-
-def counted(**given: object) -> None:
-    """Each argument is a whole number, 1 or more."""
-    for argument, number in given.items():
-        declared(argument, number, int)
-        if number < 1:  # type: ignore[operator]
-            raise ConfigError(f"{argument} must be at least 1, got {number}")
 
 
 def windows(window: object) -> Windows:
@@ -42,18 +36,22 @@ def windows(window: object) -> Windows:
     declared("window", window, int, Windows)
     if isinstance(window, Windows):
         return window
-    counted(window=window)
-    assert isinstance(window, int)
-    return FixedWindow(window)
+    return FixedWindow(counted("window", window))
 
 
 def whole(argument: str, given: object) -> int:
-    """A whole number as Python's, of which NumPy's is one too."""
-    if isinstance(given, np.integer):
-        return int(given)
+    """A whole number as Python's."""
     declared(argument, given, int)
-    assert isinstance(given, int)
-    return given
+    assert isinstance(given, Integral)
+    return int(given)
+
+
+def counted(argument: str, given: object) -> int:
+    """A whole number as Python's, 1 or more."""
+    number = whole(argument, given)
+    if number < 1:
+        raise ConfigError(f"{argument} must be at least 1, got {number}")
+    return number
 
 
 def switched(**given: object) -> None:
@@ -241,8 +239,7 @@ def common_total(knobs: Sequence[BoundKnob], given: int | None) -> int | None:
     """The run's length: as given, or as the schedules agree on."""
     lengths = {knob.name: knob.schedule.total_steps for knob in knobs if knob.schedule.total_steps is not None}
     if given is not None:
-        counted(total_steps=given)
-        return given
+        return counted("total_steps", given)
     if len(set(lengths.values())) > 1:
         raise ConfigError(f"the schedules end at different steps {lengths}; give the engine total_steps=")
     return next(iter(lengths.values()), None)

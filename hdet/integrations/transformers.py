@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from hdet.checkpoints.leader import led
-from hdet.engine.admission import counted, whole
+from hdet.engine.admission import counted
 from hdet.errors import CheckpointError, ConfigError, MissingExtraError
 from hdet.files import replaced
 from hdet.history import WindowRecord
@@ -66,8 +66,7 @@ class Search(TrainerCallback):
         if unknown := sorted(options.keys() - OPTIONS):
             raise ConfigError(f"no such option: {unknown}; there are {sorted(OPTIONS)}")
         if sub_batch_size is not None:
-            sub_batch_size = whole("sub_batch_size", sub_batch_size)
-            counted(sub_batch_size=sub_batch_size)
+            sub_batch_size = counted("sub_batch_size", sub_batch_size)
             if isinstance(probe, Probe):
                 raise ConfigError("an hdet.Probe brings its own batches; leave sub_batch_size out, or give the data")
         self.search: overlay.Search | None = None

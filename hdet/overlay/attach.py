@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hdet.engine.admission import counted, declared, listed, switched, trained, whole
+from hdet.engine.admission import counted, declared, listed, switched, trained
 from hdet.engine.engine import Engine
 from hdet.engine.guard import Guard
 from hdet.engine.tail import Tail, possible
@@ -161,8 +161,8 @@ def attach(
     listed(knobs)
     declared("rates", rates, str, Mapping)
     switched(noise_scale=noise_scale)
-    lengths = {"total_steps": total_steps, "micro_batches": micro_batches}
-    counted(**{name: number for name, number in lengths.items() if number is not None})
+    total_steps = None if total_steps is None else counted("total_steps", total_steps)
+    micro_batches = None if micro_batches is None else counted("micro_batches", micro_batches)
     optimizer = _inner(optimizer)
     trained(optimizer)
     _refuse_scripted(model)
@@ -438,8 +438,7 @@ def _follower(
     schedule: Schedule | Literal["own"] | None,
     total_steps: int | None,
 ) -> Follower | Foretold | None:
-    every = whole("scheduler_every", scheduler_every)
-    counted(scheduler_every=every)
+    every = counted("scheduler_every", scheduler_every)
     if scheduler is not None:
         if schedule != OWN:
             raise ConfigError(

@@ -310,7 +310,7 @@ def explore(
     declared("knob", given, LearningRate)
     windows(window)
     if total_steps is not None:
-        counted(total_steps=total_steps)
+        total_steps = counted("total_steps", total_steps)
     if given.schedule is not None or given.groups is not None or given.name is not None:
         raise ConfigError("explore fills in the knob's schedule, groups and name; leave them out")
     explored = Explored(scheduler, given, total_steps)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
-from hdet.engine.admission import windows
+from hdet.engine.admission import whole, windows
 from hdet.engine.tally import Losses
 from hdet.errors import ConfigError, StepError
 from hdet.hparams import LearningRate
@@ -120,8 +120,9 @@ class OneCycleHDET(Exploring, OneCycleLR):
             last_epoch=last_epoch,
         )
         self._knob_fields: dict[str, Any] = {"spread": spread, "auto_lr": auto_lr, "beta": beta, "rate": rate}
-        self._warmup = round(pct_start * self.total_steps) if auto_lr_warmup is None else auto_lr_warmup
-        if not isinstance(self._warmup, int) or self._warmup < 0:
+        warmup = round(pct_start * self.total_steps) if auto_lr_warmup is None else auto_lr_warmup
+        self._warmup = whole("auto_lr_warmup", warmup)
+        if self._warmup < 0:
             raise ConfigError(f"auto_lr_warmup must be a number of steps, 0 or more; got {self._warmup!r}")
         # Refused even where there is no spread, or this process is alone, and nothing will use it.
         paper.knob(0, floor=1.0, highest=1.0, warmup=self._warmup, **self._knob_fields)

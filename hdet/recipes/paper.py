@@ -118,8 +118,7 @@ def paper_engine(
     [0.963, 1.037, 0.8889, 1.1111]
     """
     cycle = OneCycle(max_lr, total_steps, pct_start=pct_start, div_factor=div_factor, final_div_factor=final_div_factor)
-    window = whole("window", window)
-    counted(window=window)
+    window = counted("window", window)
     windows = FixedWindow(window)
     warmup = round(cycle.pct_start * cycle.total_steps) if warmup_steps is None else whole("warmup_steps", warmup_steps)
     if warmup < 0:

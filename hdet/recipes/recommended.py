@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from hdet.controllers import Calibrate, Pooled
 from hdet.controllers.rules import Fall
-from hdet.engine.admission import counted, declared, listed, trained, unique_names, whole
+from hdet.engine.admission import counted, declared, listed, trained, unique_names, whole, windows
 from hdet.engine.defaults import complete
 from hdet.engine.engine import Engine
 from hdet.engine.guard import Guard, Rewind
@@ -106,8 +106,7 @@ def choose(
     """
     declared("window", window, int, Windows, type(None))
     if stride is not None:
-        stride = whole("stride", stride)
-        counted(stride=stride)
+        stride = counted("stride", stride)
     rates = rates if rates is not None else {None: schedule or own_schedule(optimizer, total_steps)}
     groups_judged = _judged_together(rates.values()) if len(rates) > 1 else None
     names = rate_names or {}
@@ -118,7 +117,7 @@ def choose(
                 f"the learning rate's schedule is one of {length} steps, and the run has {total_steps}, so the run "
                 f"ends before the schedule has come down; give the schedule the run's total_steps"
             )
-    first = window.at(0) if isinstance(window, Windows) else window or GrowingWindow().minimum
+    first = GrowingWindow().minimum if window is None else windows(window).at(0)
     choices = [
         _rate(groups, names.get(groups), course, least, stride, groups_judged, total_steps, first)
         for groups, course in rates.items()
@@ -223,8 +222,7 @@ def _warmup_steps(wanted: int | None, total_steps: int | None, courses: Iterable
     total = min([*known, *([total_steps] if total_steps is not None else [])], default=0)
     if wanted is None:
         return min(round(WARMUP * total), MOST_WARMUP_STEPS) if known else 0
-    if not isinstance(wanted, int) or isinstance(wanted, bool):
-        raise ConfigError(f"warmup_steps is a number of optimizer steps, got {wanted!r}")
+    wanted = whole("warmup_steps", wanted)
     if wanted and not known:
         raise ConfigError("warmup_steps leads to the peak of a schedule, and of one without an end nobody knows it")
     if not 0 <= wanted < max(1, total):
@@ -501,7 +499,8 @@ def recommended(
         raise ConfigError(f"probe must be an hdet.Probe, got {type(probe).__name__}")
     listed(knobs)
     trained(optimizer)
-    counted(total_steps=total_steps, micro_batches=micro_batches)
+    total_steps = counted("total_steps", total_steps)
+    micro_batches = counted("micro_batches", micro_batches)
     choices = choose(
         model,
         optimizer,

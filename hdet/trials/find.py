@@ -108,9 +108,9 @@ def find(
     (True, 0.001)
     """
     _require(model, optimizer, loss, probe, batches)
-    counted(total_steps=total_steps, trials=trials, micro_batches=micro_batches)
-    steps = max(1, round(SHARE_OF_RUN * total_steps)) if steps is None else steps
-    counted(steps=steps)
+    total_steps, trials = counted("total_steps", total_steps), counted("trials", trials)
+    micro_batches = counted("micro_batches", micro_batches)
+    steps = max(1, round(SHARE_OF_RUN * total_steps)) if steps is None else counted("steps", steps)
     if trials < 3:
         raise ConfigError(f"trials must be 3 or more, of which two lie on both sides of the best; got {trials}")
     if steps // trials < 2:

@@ -143,7 +143,10 @@ def test_numbers_of_numpy_and_any_collection_of_names_are_taken() -> None:
         model,
         optimizer,
         probe=probe(),
-        total_steps=STEPS,
+        total_steps=np.int64(STEPS),  # type: ignore[arg-type]
+        micro_batches=np.int32(2),  # type: ignore[arg-type]
+        window=np.int64(5),  # type: ignore[arg-type]
+        warmup_steps=np.int64(0),  # type: ignore[arg-type]
         seed=np.int64(3),  # type: ignore[arg-type]
         stride=np.int64(2),  # type: ignore[arg-type]
         noise_scale=np.bool_(False),  # type: ignore[arg-type]
@@ -152,7 +155,9 @@ def test_numbers_of_numpy_and_any_collection_of_names_are_taken() -> None:
         scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 5),
         quiet=True,
     )
-    assert type(search.engine.plan.seed) is int
+    plan = search.engine.plan
+    assert [plan.total_steps, plan.windows.at(0), plan.seed, plan.replicas.size] == [STEPS, 5, 3, 2]
+    assert {type(number) for number in (plan.total_steps, plan.windows.at(0), plan.seed)} == {int}
     assert sorted(search.shifts) == ["dropout", "learning_rate"]
 
 

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -337,6 +338,7 @@ def test_a_declaration_that_cannot_be_is_refused_even_in_one_process() -> None:
                     {"sigma": -1.0}, {"auto_lr_warmup": -3}, {"rate": 0.0}):  # fmt: skip
         with pytest.raises(ConfigError):
             hdet.OneCycleHDET(optimizer(), 0.3, total_steps=20, **options)  # type: ignore[arg-type]
+    hdet.OneCycleHDET(optimizer(), 0.3, total_steps=20, auto_lr_warmup=np.int64(3))  # type: ignore[arg-type]
     model = nn.Linear(2, 1)
     made = SGD(model.parameters(), lr=0.1, momentum=0.9)
     with pytest.raises(ConfigError, match="not both"):

@@ -376,8 +376,8 @@ def test_a_schedule_that_ends_before_the_run_is_told_of() -> None:
     [
         (-1, f"warmup_steps=-1 lies outside 0 and the {STEPS} steps"),
         (STEPS, f"warmup_steps={STEPS} lies outside 0 and the {STEPS} steps"),
-        (0.3, "warmup_steps is a number of optimizer steps, got 0.3"),
-        (True, "warmup_steps is a number of optimizer steps, got True"),
+        (0.3, "warmup_steps must be of type int, got 0.3"),
+        (True, "warmup_steps must be of type int, got True"),
     ],
 )
 def test_a_warm_up_that_cannot_be_is_refused(wanted: Any, message: str) -> None:
