@@ -7,6 +7,7 @@ from numbers import Integral
 
 import numpy as np
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from hdet.engine.guard import Guard
@@ -15,7 +16,7 @@ from hdet.errors import ConfigError, IdentifiabilityError
 from hdet.evidence.contrast import Contrast
 from hdet.hparams.bound_knob import BoundKnob
 from hdet.hparams.knob import Knob
-from hdet.hparams.param_groups import first_trained
+from hdet.hparams.param_groups import first_trained, parameters_of
 from hdet.merging import Merge
 from hdet.replicas import Replicas
 from hdet.signals import Objective, Probe, Signal
@@ -67,6 +68,17 @@ def trained(optimizer: Optimizer) -> None:
         raise ConfigError(
             "no parameter that the optimizer holds requires a gradient, so nothing is trained; call "
             "model.requires_grad_(), or thaw a part, before"
+        )
+
+
+def of_these(replicas: Replicas, model: nn.Module, optimizer: Optimizer) -> None:
+    """Replicas that are given beside a model and an optimizer are theirs, whatever wraps them."""
+    own = [id(group) for group in replicas.hosts[0][1].param_groups]
+    same = own == [id(group) for group in optimizer.param_groups]
+    if not same or set(parameters_of(optimizer)).isdisjoint(model.parameters()):
+        raise ConfigError(
+            "replicas= are of another model or optimizer than those that were given beside them, and what is found "
+            "would not be in force in a loop that steps these; make the replicas from the same two"
         )
 
 

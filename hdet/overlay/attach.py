@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hdet.engine.admission import counted, declared, listed, switched, trained
+from hdet.engine.admission import counted, declared, listed, of_these, switched, trained
 from hdet.engine.engine import Engine
 from hdet.engine.guard import Guard
 from hdet.engine.tail import Tail, possible
@@ -115,7 +115,7 @@ def attach(
             "dropout", "label_smoothing".
         micro_batches: passes of this process to an optimizer step. By default those of the first step are counted,
             and nothing is explored in it.
-        replicas: instead of what is found: from `hdet.micro_batches` or `hdet.distribute`.
+        replicas: instead of what is found: from `hdet.micro_batches` or `hdet.distribute`, of this model and optimizer.
         objective: the training loss and training batches, for evidence that evaluates them by itself.
         window: steps between two readings, or a rule for them; by default `hdet.windows.GrowingWindow()`.
         guard: goes back where training went wrong; `None` goes on whatever happens.
@@ -167,6 +167,13 @@ def attach(
     trained(optimizer)
     _refuse_scripted(model)
     declared("replicas", replicas, Replicas, type(None))
+    if replicas is not None:
+        of_these(replicas, model, optimizer)
+        if micro_batches not in (None, passes := len(replicas.local)):
+            raise ConfigError(
+                f"micro_batches={micro_batches} was given beside replicas= of {passes} passes a step; leave it out, or "
+                f"make the replicas with it"
+            )
     tensors.reshard(model)  # a look at the model, as a trainer has before it trains, leaves it gathered
     _end_earlier(model, optimizer)
     exclude, apart = excluding(exclude), ""

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from hdet.controllers import Calibrate, Pooled
 from hdet.controllers.rules import Fall
-from hdet.engine.admission import counted, declared, listed, trained, unique_names, whole, windows
+from hdet.engine.admission import counted, declared, listed, of_these, trained, unique_names, whole, windows
 from hdet.engine.defaults import complete
 from hdet.engine.engine import Engine
 from hdet.engine.guard import Guard, Rewind
@@ -466,7 +466,7 @@ def recommended(
             smoothing are explored by `MixedDifference`, which needs it, and left alone without it.
         micro_batches: how many micro-batches (gradient accumulation) make a step. More than one lets forward
             knobs be compared within a step; with one they are compared between steps, more noisily.
-        replicas: instead, replicas made by `hdet.replicate` or `hdet.distribute`.
+        replicas: instead, replicas made by `hdet.replicate` or `hdet.distribute`, of this model and optimizer.
         schedule: of the learning rate, instead of 30 % warm-up and a straight line to 0.
         seed: of what hdet draws: which levels a pass has, and the random numbers of passes that are compared.
         history: a path for one JSON line a window; `hdet.History(path)` for a run that may go on with an old file.
@@ -501,6 +501,9 @@ def recommended(
     trained(optimizer)
     total_steps = counted("total_steps", total_steps)
     micro_batches = counted("micro_batches", micro_batches)
+    declared("replicas", replicas, Replicas, type(None))
+    if replicas is not None:
+        of_these(replicas, model, optimizer)
     choices = choose(
         model,
         optimizer,

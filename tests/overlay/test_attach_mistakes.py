@@ -125,6 +125,11 @@ def cosine(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         (lambda m, o: {"replicas": 2}, "replicas must be of type Replicas or None, got 2"),
         (lambda m, o: {"history": 3}, "history is a path or an hdet.History, got 3"),
         (lambda m, o: {"replicas": hdet.replicate(m, o, n=2)}, "replicas with models of their own need a loop"),
+        (lambda m, o: {"replicas": hdet.micro_batches(m, adamw(m), 1)}, "replicas= are of another model or optimizer"),
+        (
+            lambda m, o: {"micro_batches": 4, "replicas": hdet.micro_batches(m, o, 2)},
+            "micro_batches=4 was given beside replicas= of 2 passes a step",
+        ),
     ],
 )
 def test_what_attach_cannot_take_is_refused_and_changes_nothing(given: Any, message: str) -> None:
@@ -134,6 +139,16 @@ def test_what_attach_cannot_take_is_refused_and_changes_nothing(given: Any, mess
     with pytest.raises(ConfigError, match=message):
         hdet.attach(model, optimizer, **options)
     assert not any((model._forward_pre_hooks, model._forward_hooks, optimizer._optimizer_step_post_hooks))
+
+
+def test_replicas_are_of_a_model_that_the_loop_calls() -> None:
+    model = network()
+    optimizer = adamw(model)
+    options: dict[str, Any] = {"probe": probe(), "total_steps": STEPS, "micro_batches": 2, "quiet": True}
+    replicas = hdet.micro_batches(model, optimizer, 2)
+    with pytest.raises(ConfigError, match="replicas= are of another model or optimizer"):
+        hdet.attach(network(), optimizer, replicas=replicas, **options)
+    assert hdet.attach(nn.Sequential(model), optimizer, replicas=replicas, **options).engine.home is replicas
 
 
 def test_numbers_of_numpy_and_any_collection_of_names_are_taken() -> None:

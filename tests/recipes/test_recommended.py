@@ -479,6 +479,8 @@ def test_replicas_may_be_given() -> None:
     engine = hdet.recommended(model, optimizer, total_steps=STEPS, probe=probe(), replicas=given, quiet=True)
     assert (engine.size, len(engine.hosts)) == (2, 2)
     assert [knob.evidence.kind for knob in engine.knobs] == ["line"]
+    with pytest.raises(ConfigError, match="replicas= are of another model or optimizer than those that were given"):
+        hdet.recommended(model, adamw(model), total_steps=STEPS, probe=probe(), replicas=given, quiet=True)
 
 
 # -- what it is good for --------------------------------------------------------------------------
