@@ -251,14 +251,14 @@ class Search(AbstractContextManager["Search"]):
         snapshot.refuse_unless_all(riding.engine.cycle, snapshot.attempted(lambda: self._require(state)), "search")
         riding.passes.give_up()
         riding.passes.begin_step()
+        before, own = riding.state_dict(), len(riding.engine.replicas)
         seats = state["micro_batches"]
-        if seats is not None and seats != len(riding.engine.replicas):
-            riding.take_seats(seats)
-            riding.notice_other_seats(seats)
+        others = seats not in (None, own)
         counting, riding.counting = riding.counting, seats is None
-        model = riding.engine.hosts[0][0]
-        before = riding.state_dict()
         try:
+            if others:
+                riding.take_seats(seats)
+            model = riding.engine.hosts[0][0]
             loaded = snapshot.attempted(lambda: riding.load_state_dict(state))
             snapshot.refuse_unless_all(riding.engine.cycle, loaded, "search")
             with _groups_kept(self.optimizer):
@@ -270,9 +270,14 @@ class Search(AbstractContextManager["Search"]):
             for replica in riding.engine.replicas[: state.get("entered", 0)]:
                 riding.engine.cycle.miss(replica)  # of a step under way, which is made anew, its passes too
         except Exception:
+            if others:
+                riding.rates.load_state_dict(before["rates"])  # which an engine is made by
+                riding.take_seats(own)
             riding.load_state_dict(before)
             riding.counting = counting
             raise
+        if len(riding.engine.replicas) != own:  # replicas that were given stay as many
+            riding.notice_other_seats(seats)
         self._notice_return(state)
 
     def _require(self, state: Mapping[str, Any]) -> None:

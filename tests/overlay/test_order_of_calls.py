@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from attach_parts import STEPS, adamw, attached, batch, loss_of, network, probe
+from attach_parts import STEPS, adamw, attached, batch, loop, loss_of, network, probe
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.utils import parametrizations, parametrize
@@ -188,6 +188,47 @@ def test_a_state_of_other_micro_batches_is_refused_after_steps() -> None:
         told.load_state_dict(states[0])
     assert told.engine.step_count == 1
     assert len(told.engine.replicas) == 2
+
+
+def test_a_refused_state_of_other_micro_batches_leaves_the_passes_of_a_step(assert_same: Any) -> None:
+    model = network()
+    optimizer = adamw(model)
+    other = attached(model, optimizer, total_steps=STEPS // 2, micro_batches=4)
+    loop(model, optimizer, search=other, stop=7, parts=lambda step: 4)
+    state = other.state_dict()
+    ends = []
+    for told in (None, 2):
+        for refused in (False, True):
+            torch.manual_seed(0)
+            model = network()
+            optimizer = adamw(model)
+            search = attached(model, optimizer, micro_batches=told)
+            if refused:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("error")
+                    with pytest.raises(CheckpointError, match="a run of another length is another search"):
+                        search.load_state_dict(state)
+            loop(model, optimizer, search=search, stop=12, parts=lambda step: 2)
+            assert len(search.engine.replicas) == 2
+            ends.append(list(model.parameters()))
+    assert_same(ends[0], ends[1])
+    assert_same(ends[2], ends[3])
+
+
+def test_replicas_that_were_given_stay_as_many_where_the_state_has_others() -> None:
+    states = []
+    for seats in (4, 2):
+        model = network()
+        optimizer = adamw(model)
+        search = attached(model, optimizer, replicas=hdet.micro_batches(model, optimizer, seats))
+        if states:
+            with pytest.warns(UserWarning, match="could not go on in the window") as said:
+                search.load_state_dict(states[0])
+            assert len(said) == 1
+            assert search.engine.step_count == 5
+        loop(model, optimizer, search=search, stop=7, parts=lambda step: 2 if states else 4)
+        states.append(search.state_dict())
+    assert [state["micro_batches"] for state in states] == [4, 2]
 
 
 class Checkpointed(nn.Module):
