@@ -96,15 +96,19 @@ class Exploring(LRScheduler):
         if self._exploration is not None:
             self._exploration.finish()
 
-    def _start(self, began: int) -> None:
-        """Begin to explore, at the scheduler's step `began`."""
+    def _start(self, began: int, **others: Any) -> None:
+        """Begin to explore, at the scheduler's step `began`.
+
+        Args:
+            others: options in place of those that were declared.
+        """
         assert self._declared is not None
         model, replicas, options = self._declared
         home, length = surroundings(self.optimizer, model, replicas), self._length()
         total_steps = None if length is None else length - began
         knobs = self._knobs(began, home.size == 1)
         self._exploration = Exploration(
-            self.optimizer, home, knobs, self._own_state, total_steps=total_steps, **options
+            self.optimizer, home, knobs, self._own_state, total_steps=total_steps, **options | others
         )
         self._began = began
 
@@ -136,6 +140,7 @@ class Exploring(LRScheduler):
         Raises:
             CheckpointError: the state explores and this scheduler was not told to, was told to otherwise, or has
                 another model; or ranks load states of different moments. The scheduler is as it was.
+            HdetError: another exploration would begin, and the file of this one (`history`) holds windows. Here, too.
         """
         explored = state_dict.get(KEY)
         if explored is not None and self._declared is None:
@@ -161,10 +166,9 @@ class Exploring(LRScheduler):
         except Exception:
             self._load_own(before)
             if exploration is not None and kept is not None:
-                self._start(began)
+                self._start(began, history=exploration.engine.history)
                 assert self._exploration is not None
                 self._exploration.load_state_dict(kept)
-                self._exploration.engine.cycle.history = exploration.engine.history
             elif exploration is None:
                 if self._exploration is not None:
                     self._exploration.close()

@@ -3,6 +3,8 @@
 import copy
 import io
 import pickle
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 import hdet
-from hdet.errors import CheckpointError
+from hdet.errors import CheckpointError, HdetError
 
 pytestmark = QUIET
 
@@ -149,6 +151,21 @@ def test_a_state_that_is_refused_changes_nothing(wrap: str, late: bool) -> None:
     assert job.scheduler.engine.history.windows == history
     assert job.train(until=TOTAL) == twin.train(until=TOTAL)
     assert all(torch.equal(own, same) for own, same in zip(job.weights(), twin.weights(), strict=True))
+
+
+@pytest.mark.parametrize("make", [one_cycle, cosine])
+def test_beside_a_file_that_holds_windows_no_other_exploration_begins(make: Any, tmp_path: Path) -> None:
+    """A plain scheduler's state would begin one, and the one under way goes on."""
+    job, twin = (Job(partial(make, history=tmp_path / name)) for name in ("own", "same"))
+    for each in (job, twin):
+        each.train(until=10)
+    plain = {key: value for key, value in job.scheduler.state_dict().items() if key != "hdet"}
+    with pytest.raises(HdetError, match="already holds windows up to 1: a run that goes on there is given"):
+        job.scheduler.load_state_dict(plain)
+    assert job.train(until=TOTAL) == twin.train(until=TOTAL)
+    assert all(torch.equal(own, same) for own, same in zip(job.weights(), twin.weights(), strict=True))
+    own, same = (hdet.History(tmp_path / name).windows for name in ("own", "same"))
+    assert [(record.window, record.loss) for record in own] == [(record.window, record.loss) for record in same]
 
 
 def test_alone_a_state_that_is_refused_changes_nothing() -> None:
