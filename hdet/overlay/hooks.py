@@ -112,11 +112,13 @@ class Hooks:
             self._rider.before_forward()
             output = run()
         except BaseException:
-            self._rider.forward_failed()
+            if self._rider is not None:  # what is run may have detached the search
+                self._rider.forward_failed()
             raise
         finally:
             self._within = False
-        self._rider.after_forward(output)
+        if self._rider is not None:
+            self._rider.after_forward(output)
         return output
 
     def remove(self) -> None:

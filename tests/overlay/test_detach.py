@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -92,6 +93,30 @@ def test_detached_within_a_closure_the_step_is_the_users_own() -> None:
         assert [group["lr"] for group in optimizer.param_groups] == given
     assert (search.attached, search.engine.step_count) == (False, 3)
     assert not optimizer._optimizer_step_post_hooks
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_detached_within_a_training_pass_the_pass_is_the_users_own(fails: bool) -> None:
+    model = network()
+    optimizer = adamw(model)
+    search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, window=2, quiet=True, exclude=["dropout"])
+    search.on_window(lambda record: search.detach())
+
+    def run() -> torch.Tensor:
+        loss = loss_of(model, batch(0))
+        search.loss(loss).backward()
+        optimizer.step()
+        if fails and not search.attached:
+            raise MemoryError("of the loop's own")
+        return loss
+
+    search.training_pass(run)
+    with pytest.raises(MemoryError, match="of the loop's own") if fails else nullcontext():
+        search.training_pass(run)
+    assert not search.attached
+    assert [group["lr"] for group in optimizer.param_groups] == [3e-3, 1e-3]
+    model(batch(0)[0])
+    assert not model._forward_pre_hooks
 
 
 def test_where_a_group_is_gone_in_mid_pass_the_search_leaves_the_model_all_the_same() -> None:
