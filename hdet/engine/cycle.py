@@ -112,6 +112,7 @@ class Cycle:
         self.finished = False
         self.restores = 0
         self._last_step = plan.total_steps
+        self._last_weights = False  # the run ends with these, whatever the tail has
         self._begun = False
         self._whole = False
         self._sound = np.ones(self.home.size, dtype=bool)  # of the window that has closed
@@ -509,6 +510,9 @@ class Cycle:
 
     def _settle(self, tail: FollowedTail, window: int) -> dict[str, Any]:
         """The run is over: let the models hold what it ends with, and return what is recorded of that."""
+        if self._last_weights:
+            tail.forget()
+            return {}
         self.home.advance(now=True)
         with self.home.lent_buffers(self._sound.tolist()):
             mixture, told = tail.best(window)
@@ -560,8 +564,7 @@ class Cycle:
         if self.finished:
             return None
         self._last_step = self.step_count
-        if last_weights:
-            self.tail = None
+        self._last_weights = last_weights
         if self.tally.steps:
             return self.close_window()
         last = self.window.index - 1
@@ -592,7 +595,7 @@ class Cycle:
 
     def resume(self, window: int, finished: bool, met: bool) -> None:
         """Take up a run at `step_count`: open a window, or be at the end."""
-        self._last_step = self.plan.total_steps
+        self._last_step, self._last_weights = self.plan.total_steps, False
         self._forget_averages()
         self.met = met
         self.home.restored(merged=self.met)

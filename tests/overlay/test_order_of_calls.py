@@ -190,6 +190,28 @@ def test_a_state_of_other_micro_batches_is_refused_after_steps() -> None:
     assert len(told.engine.replicas) == 2
 
 
+def test_a_state_of_before_the_end_goes_on_as_if_the_run_had_not_been_ended(assert_same: Any) -> None:
+    ends, tails = [], []
+    for ended in (False, True):
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        search = attached(model, optimizer, micro_batches=1)
+        torch.manual_seed(0)
+        loop(model, optimizer, search=search, stop=22)
+        state = copy.deepcopy(search.state_dict())
+        if ended:
+            loop(model, optimizer, search=search, start=22, stop=28)
+            search.finish()
+            assert search.history.latest[-1].tail == {}
+            search.load_state_dict(state)
+        torch.manual_seed(1)
+        loop(model, optimizer, search=search, start=22)
+        ends.append(list(model.parameters()))
+        tails.append(search.history.latest[-1].tail)
+    assert tails[1] == tails[0] != {}
+    assert_same(*ends)
+
+
 def test_a_refused_state_of_other_micro_batches_leaves_the_passes_of_a_step(assert_same: Any) -> None:
     model = network()
     optimizer = adamw(model)
