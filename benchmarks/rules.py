@@ -56,14 +56,16 @@ FALL, LIMIT, MISLED = "learning_rate: fall", "learning_rate: return's limit", "l
 TINIEST, LARGEST = "learning_rate: catch_up's tiny", "learning_rate: large_steps from twice the weights on"
 PROOF, ENTERED = "learning_rate: lower's proof in fine-tuning", "learning_rate: return as entered in fine-tuning"
 QUIET = "learning_rate: return of what evidence lowered"
-NUMBERS: dict[str, tuple[str, dict[str, float]]] = {
-    LIMIT: ("return", {"small": 0.0}),
-    MISLED: ("catch_up", {"misled_to": 0.0}),
-    TINIEST: ("catch_up", {"tiny": 0.03}),
-    LARGEST: ("large_steps", {"large": 4.0}),
-    PROOF: ("lower", {"pretrained_significance": 3.0}),
-    ENTERED: ("return", {"entered_significance": 2.0}),
-    QUIET: ("return", {"quiet_windows": 1000}),
+WRECK = "learning_rate: small steps that wreck"
+NUMBERS: dict[str, tuple[Sequence[str], dict[str, float]]] = {
+    LIMIT: (["return"], {"small": 0.0}),
+    MISLED: (["catch_up"], {"misled_to": 0.0}),
+    TINIEST: (["catch_up"], {"tiny": 0.03}),
+    LARGEST: (["large_steps"], {"large": 4.0}),
+    PROOF: (["lower"], {"pretrained_significance": 3.0}),
+    ENTERED: (["return"], {"entered_significance": 2.0}),
+    QUIET: (["return"], {"quiet_windows": 1000}),
+    WRECK: (["regain", "small_steps"], {"steep": 1e300}),
 }
 """Rules and vetoes that stay, and the numbers that leave out a part of what they do."""
 DROPOUT = {
@@ -81,7 +83,7 @@ SAID_BY = {
 }
 """Without these numbers a rule asks for less, so where it was silent, they had no say."""
 SPARED = ("weight_decay: spare", "weight_decay: keeps_weights")
-ANY_RUN = {FALL, LIMIT, PROOF, *DROPOUT}
+ANY_RUN = {FALL, LIMIT, PROOF, WRECK, *DROPOUT}
 """They ask for no move of their own, and may have a say in any run."""
 TURNS: dict[str, hdet.Rewind | None] = {"guard: rewound": None, "guard: restarted": hdet.Rewind(overshoot=None)}
 """What the guard does, and the guard that does not: without one there is no new start either."""
@@ -142,9 +144,9 @@ class Without(Altered):
             owner, _, kind = part.partition(": ")
             table = self.tables[owner]
             if part in NUMBERS:
-                changed_kind, numbers = NUMBERS[part]
+                kinds, numbers = NUMBERS[part]
                 changed = {
-                    field: tuple(one.replace(**numbers) if one.kind == changed_kind else one for one in own)
+                    field: tuple(one.replace(**numbers) if one.kind in kinds else one for one in own)
                     for field, own in {"rules": table.rules, "vetoes": table.vetoes}.items()
                 }
                 self.tables[owner] = table.replace(**changed)

@@ -152,3 +152,39 @@ class OfSmallSteps(OfBeginning):
         if not state.untrained or not size or self.small == 0.0:
             return None
         return min(-context.shift, math.log(self.small / size))
+
+
+@dataclass(frozen=True)
+class HarmlessState(Beginning):
+    """How training has begun.
+
+    Attributes:
+        wreck: whether a line has shown that steps wreck the network.
+    """
+
+    wreck: bool = False
+
+
+class OfHarmlessSteps(OfSmallSteps):
+    """Knows besides whether small steps are harmless: in some networks they wreck what is learned.
+
+    A line tells: where its loss grows by more than `steep` times itself for a rate larger by a factor of e. That is
+    fourfold from one end of `Line` to the other. Of a network of couplings or exponentials small steps can do so, while
+    a large GPT's held-out loss has slopes of up to 0.8 of itself, along steps that are harmless.
+
+    Args:
+        steep: the slope, as a share of the loss, above which small steps are no longer taken to be harmless.
+    """
+
+    steep: float = Field(default=2.0, gt=0)
+
+    def start(self) -> HarmlessState:
+        return HarmlessState()
+
+    def observe(self, state: HarmlessState, estimate: Estimate, context: Context) -> HarmlessState:
+        seen: HarmlessState = super().observe(state, estimate, context)
+        level = estimate.level or 0.0
+        return replace(seen, wreck=True) if 0.0 < self.steep * level < estimate.slope else seen
+
+    def room(self, state: Any, estimate: Estimate, context: Context) -> float | None:
+        return None if state.wreck else super().room(state, estimate, context)

@@ -11,7 +11,7 @@ import pytest
 
 from hdet import Rewind
 from hdet.controllers import Calibrate, Context, Estimate
-from hdet.controllers.beginning import SHORT_OF, Beginning, OfBeginning
+from hdet.controllers.beginning import SHORT_OF, Beginning, HarmlessState, OfBeginning, OfHarmlessSteps
 from hdet.controllers.rules import CatchUp, CutBack, LookAhead, Raise, Regain, Return
 from hdet.controllers.rules.catch_up import CatchUpState
 from hdet.controllers.rules.returning import ReturnState
@@ -21,14 +21,17 @@ SMALL = 0.5
 LESS = Estimate(slope=0.3, curvature=0.1, stderr=0.01, step_size=1.0)
 AHEAD = replace(LESS, offset=0.7)
 BEGUN = Beginning(untrained=True)
+HARMLESS = HarmlessState(untrained=True)
 RISING = Context(warming=True)
 
 
-def allowed(move: float, estimate: Estimate = LESS, context: Context = RISING, state: Beginning = BEGUN) -> float:
+def allowed(
+    move: float, estimate: Estimate = LESS, context: Context = RISING, state: HarmlessState = HARMLESS
+) -> float:
     return SmallSteps(small=SMALL).allow(move, state, estimate, context)
 
 
-def regained(size: float, shift: float, state: Beginning = BEGUN, context: Context = RISING) -> float | None:
+def regained(size: float, shift: float, state: HarmlessState = HARMLESS, context: Context = RISING) -> float | None:
     estimate = replace(AHEAD, step_size=size)
     return Regain(small=SMALL).propose(state, estimate, replace(context, shift=shift))
 
@@ -49,14 +52,14 @@ def test_no_raise_is_held_back() -> None:
 
 
 SILENT = [
-    (replace(LESS, step_size=None), RISING, BEGUN),
-    (LESS, RISING, Beginning()),
+    (replace(LESS, step_size=None), RISING, HARMLESS),
+    (LESS, RISING, HarmlessState()),
 ]
 
 
 @pytest.mark.parametrize(("estimate", "context", "state"), SILENT)
 def test_where_nothing_says_that_steps_are_harmless_none_speaks(
-    estimate: Estimate, context: Context, state: Beginning
+    estimate: Estimate, context: Context, state: HarmlessState
 ) -> None:
     """No size is known; the weights had been trained."""
     if estimate.step_size is not None:
@@ -64,7 +67,7 @@ def test_where_nothing_says_that_steps_are_harmless_none_speaks(
     assert allowed(-0.6, estimate, context, state) == -0.6
     ahead, lowered = replace(estimate, offset=0.7), replace(context, shift=-1.0)
     assert Regain(small=SMALL).propose(state, ahead, lowered) is None
-    assert CatchUp().propose(CatchUpState(**vars(state)), estimate, lowered) is None
+    assert CatchUp().propose(CatchUpState(untrained=state.untrained), estimate, lowered) is None
 
 
 @pytest.mark.parametrize(("size", "shift", "move"), [(0.1, -1.0, 1.0), (0.4, -1.0, math.log(0.5 / 0.4))])
@@ -88,12 +91,39 @@ def test_a_raise_that_evidence_calls_for_is_left_to_looking_ahead() -> None:
 def test_it_needs_no_proof_that_less_is_called_for(slope: float, move: float | None) -> None:
     """Evidence that says nothing leaves the rate to be regained."""
     quiet = replace(AHEAD, slope=slope, stderr=0.1, step_size=0.01)
-    assert Regain(small=SMALL).propose(BEGUN, quiet, replace(RISING, shift=-1.0)) == move
+    assert Regain(small=SMALL).propose(HARMLESS, quiet, replace(RISING, shift=-1.0)) == move
 
 
 def test_without_a_size_that_is_small_both_are_off() -> None:
-    assert SmallSteps(small=0.0).allow(-0.6, BEGUN, LESS, RISING) == -0.6
-    assert Regain(small=0.0).propose(BEGUN, AHEAD, replace(RISING, shift=-1.0)) is None
+    assert SmallSteps(small=0.0).allow(-0.6, HARMLESS, LESS, RISING) == -0.6
+    assert Regain(small=0.0).propose(HARMLESS, AHEAD, replace(RISING, shift=-1.0)) is None
+
+
+WRECKS = [(2.1, 1.0, True), (1.9, 1.0, False), (-9.0, 1.0, False), (9.0, None, False), (9.0, -1.0, False)]
+
+
+@pytest.mark.parametrize(("slope", "level", "wrecks"), WRECKS)
+@pytest.mark.parametrize("part", [Regain(small=SMALL), SmallSteps(small=SMALL)])
+def test_small_steps_that_a_line_has_shown_to_wreck_the_network_are_not_harmless(
+    part: OfHarmlessSteps, slope: float, level: float | None, wrecks: bool
+) -> None:
+    """Not where the loss is unknown, or has no zero of its own; what one window has shown holds for the later ones."""
+    line = replace(AHEAD, slope=slope, level=level, step_size=0.1)
+    state = part.observe(part.observe(HARMLESS, line, RISING), replace(AHEAD, level=3.0), RISING)
+    lowered = replace(RISING, shift=-1.0)
+    assert (part.room(state, replace(AHEAD, step_size=0.1), lowered) is None) is wrecks
+    assert part.restart(state, RISING).wreck is wrecks
+
+
+def test_calibrate_lowers_a_rate_whose_small_steps_wreck_the_network() -> None:
+    calibrate, lowered = Calibrate(small=SMALL), replace(RISING, shift=-1.4)
+    first = replace(AHEAD, slope=3e6, curvature=1e6, stderr=1e5, level=1e6, excess=1.0, step_size=0.1)
+    judged = calibrate.judge(calibrate.start(), first, lowered)
+    assert (judged.move, judged.rule, judged.veto) == (-0.6, "look_ahead", "")
+    judged = calibrate.judge(judged.state, replace(AHEAD, level=3.0, step_size=0.1), lowered)
+    assert (judged.move, judged.rule, judged.veto) == (-0.6, "look_ahead", "")
+    unharmed = Calibrate(small=SMALL, steep=100.0)
+    assert unharmed.judge(unharmed.start(), first, lowered).rule == "regain"
 
 
 PARTS = [CutBack(), Regain(), SmallSteps(), LargeSteps(), CatchUp(), LookAhead(), Raise()]

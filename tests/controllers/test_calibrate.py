@@ -5,7 +5,7 @@ import pytest
 from windows import moves
 
 from hdet.controllers import Calibrate, Context, Estimate, RuledState
-from hdet.controllers.beginning import Beginning
+from hdet.controllers.beginning import Beginning, HarmlessState
 from hdet.controllers.rules import Lower, Raise, Regain, Return, Stall
 from hdet.controllers.rules.catch_up import CatchUpState
 from hdet.controllers.rules.returning import ReturnState
@@ -28,7 +28,7 @@ def holding(**parts: object) -> RuledState:
 
 
 UNTRAINED = {
-    **dict.fromkeys(("regain", "small_steps"), Beginning(untrained=True)),
+    **dict.fromkeys(("regain", "small_steps"), HarmlessState(untrained=True)),
     "catch_up": CatchUpState(untrained=True),
 }
 UP, DOWN = bracket(-3, 0, n_last=0.2), bracket(0, 4, n_avg=-0.2)

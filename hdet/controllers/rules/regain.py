@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from hdet.controllers.beginning import Beginning, OfSmallSteps
+from hdet.controllers.beginning import HarmlessState, OfHarmlessSteps
 from hdet.controllers.controller import Context
 from hdet.controllers.estimate import Estimate
 from hdet.controllers.part import SlopeRule
@@ -14,7 +14,7 @@ from hdet.spec import register
 
 
 @register
-class Regain(OfSmallSteps, SlopeRule):
+class Regain(OfHarmlessSteps, SlopeRule):
     """Go up to where steps are no longer small, and no further than to the schedule as given (a shift of 0).
 
     It judges estimates taken ahead of the base (`Estimate.offset`), early in a warm-up. Where they call for more
@@ -33,6 +33,6 @@ class Regain(OfSmallSteps, SlopeRule):
 
     significance: float = Field(default=2.0, gt=0, le=100)
 
-    def propose(self, state: Beginning, estimate: Estimate, context: Context) -> float | None:
+    def propose(self, state: HarmlessState, estimate: Estimate, context: Context) -> float | None:
         room = self.room(state, estimate, context)
         return None if room is None or room <= 0 or estimate.t_of_eight < -self.significance else room

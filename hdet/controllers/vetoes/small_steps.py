@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hdet.controllers.beginning import Beginning, OfSmallSteps
+from hdet.controllers.beginning import HarmlessState, OfHarmlessSteps
 from hdet.controllers.controller import Context
 from hdet.controllers.estimate import Estimate
 from hdet.controllers.part import Veto
@@ -10,7 +10,7 @@ from hdet.spec import register
 
 
 @register
-class SmallSteps(OfSmallSteps, Veto):
+class SmallSteps(OfHarmlessSteps, Veto):
     """While an untrained model warms up, lower no rate below where its steps are small.
 
     >>> veto, less = SmallSteps(), Estimate(slope=0.3, stderr=0.1, level=3.0, step_size=2.0)
@@ -19,6 +19,6 @@ class SmallSteps(OfSmallSteps, Veto):
     -0.693
     """
 
-    def allow(self, move: float, state: Beginning, estimate: Estimate, context: Context) -> float:
+    def allow(self, move: float, state: HarmlessState, estimate: Estimate, context: Context) -> float:
         room = self.room(state, estimate, context)
         return move if room is None else max(move, min(0.0, room))
