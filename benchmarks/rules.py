@@ -65,7 +65,7 @@ NUMBERS: dict[str, tuple[Sequence[str], dict[str, float]]] = {
     PROOF: (["lower"], {"pretrained_significance": 3.0}),
     ENTERED: (["return"], {"entered_significance": 2.0}),
     QUIET: (["return"], {"quiet_windows": 1000}),
-    WRECK: (["regain", "small_steps"], {"steep": 1e300}),
+    WRECK: (["regain", "small_steps"], {"wrecked": 1e300}),
 }
 """Rules and vetoes that stay, and the numbers that leave out a part of what they do."""
 DROPOUT = {

@@ -22,6 +22,8 @@ SHORT_OF = 1.0
 HUGE = 12.0
 """The `step_size` above which steps are huge. The best rates of those tasks have 0.13 to 3.7, and one beside a strong
 decay, of a model that is mostly embeddings, has 8.3."""
+SURE = 2.0
+"""t at the last weights above which a line is believed that shows a wreck."""
 
 
 def huge_as_given(estimate: Estimate, context: Context, huge: float) -> bool:
@@ -159,7 +161,7 @@ class HarmlessState(Beginning):
     """How training has begun.
 
     Attributes:
-        wreck: whether a line has shown that steps wreck the network.
+        wreck: whether a line has shown that small steps wreck the network.
     """
 
     wreck: bool = False
@@ -168,23 +170,26 @@ class HarmlessState(Beginning):
 class OfHarmlessSteps(OfSmallSteps):
     """Knows besides whether small steps are harmless: in some networks they wreck what is learned.
 
-    A line tells: where its loss grows by more than `steep` times itself for a rate larger by a factor of e. That is
-    fourfold from one end of `Line` to the other. Of a network of couplings or exponentials small steps can do so, while
-    a large GPT's held-out loss has slopes of up to 0.8 of itself, along steps that are harmless.
+    A product or an exponential of what layers say, as in a normalizing flow, can blow up along steps that are small
+    beside the weights. A line shows it, if its loss grows by more than the cube of the rate (`Estimate.opening`) to
+    more than `wrecked` times what it was at the window's opening. A mean square along a step that is too large does
+    not: by the time it is ten times as large, it grows like the square.
 
     Args:
-        steep: the slope, as a share of the loss, above which small steps are no longer taken to be harmless.
+        wrecked: the loss along small steps, in units of that at the window's opening, above which they are no longer
+            taken to be harmless.
     """
 
-    steep: float = Field(default=2.0, gt=0)
+    wrecked: float = Field(default=10.0, gt=1)
 
     def start(self) -> HarmlessState:
         return HarmlessState()
 
     def observe(self, state: HarmlessState, estimate: Estimate, context: Context) -> HarmlessState:
         seen: HarmlessState = super().observe(state, estimate, context)
-        level = estimate.level or 0.0
-        return replace(seen, wreck=True) if 0.0 < self.steep * level < estimate.slope else seen
+        opening, size = estimate.opening or 0.0, estimate.step_size or math.inf
+        wrecks = size <= self.small and 0.0 < self.wrecked * opening < (estimate.level or 0.0)
+        return replace(seen, wreck=True) if wrecks and estimate.t_of_eight > SURE else seen
 
     def room(self, state: Any, estimate: Estimate, context: Context) -> float | None:
         return None if state.wreck else super().room(state, estimate, context)

@@ -29,6 +29,7 @@ class Estimate:
             iterate flatters small steps (short-horizon bias, Wu et al. 2018, arXiv:1803.02021); averaged
             weights do not, so the two bracket the truth.
         level: the signal itself, where the evidence tells; what a slope is large or small against.
+        opening: the signal at the window's opening, where the evidence tells: what `level` is large against.
         span: how far from the base it was measured, in coordinate units, where the evidence tells.
         stretch: how long the way that a unit of the coordinate moves the weights is beside those weights, where the
             evidence tells; of weight decay, the share of them that it took in the window.
@@ -65,6 +66,7 @@ class Estimate:
     curvature_stderr: float | None = None
     averaged: Estimate | None = None
     level: float | None = None
+    opening: float | None = None
     span: float | None = None
     stretch: float | None = None
     excess: float | None = None

@@ -29,6 +29,9 @@ from hdet.hparams.space import Log, Relative, Space
 from hdet.replicas import tensors
 from hdet.spec import register
 
+STEEP = 3.0
+"""The power of the rate that a loss grows by along a line from which the opening's is asked for."""
+
 
 @register
 class Line(Evidence):
@@ -43,7 +46,8 @@ class Line(Evidence):
     that is far off shows in the first windows, before it does harm. There is no second line then.
 
     As long as it rises, `Estimate.step_size` tells how large the steps at its peak are beside the weights, and
-    `Estimate.excess`, in the first window, whether these were drawn at random.
+    `Estimate.excess`, in the first window, whether these were drawn at random. Where the loss then grows by more than
+    the cube of the rate, `Estimate.opening` tells what it was at the window's opening, by one evaluation more.
 
     Args:
         width: how far the points reach, in coordinate units.
@@ -124,6 +128,8 @@ class LineCollector(Collector):
                 losses = losses_at(self.scene, harvest, points, kept, independent=True)
             return losses.reshape(len(chosen), len(offsets), -1)
 
+        rising = [self._rises(own, window) for own in knobs]
+
         def read(end: Sequence[Tensor], chosen: Sequence[int], averaged: bool) -> dict[int, Estimate]:
             segments = {k: Segment(start, end, moves[k]) for k in chosen}
             lines = dict(zip(chosen, measure(list(segments.values()), chosen, ends), strict=True))
@@ -139,6 +145,10 @@ class LineCollector(Collector):
                     points, losses = [*ends, *between], np.concatenate([lines[k], line])
                     bottom = bottom_in_value(points, losses)
                     told[k] = replace(along(points, losses), offset=centres[k], level=told[k].level, bottom=bottom)
+            steep = [k for k in chosen if rising[k] and not averaged and self._is_steep(lines[k])]
+            if steep:
+                for k, line in zip(steep, measure([segments[k] for k in steep], steep, [-math.inf]), strict=True):
+                    told[k] = replace(told[k], opening=float(line.mean()))
             return told
 
         at_last = read(last, range(len(knobs)), averaged=False)
@@ -152,7 +162,6 @@ class LineCollector(Collector):
             average = self.scene.averaged(harvest.valid, self.spec.stride)
             is_last = average is self.scene.moving.values()  # of which there is a copy
             at_average.update(read(last if is_last else average, doubted, averaged=True))
-        rising = [self._rises(own, window) for own in knobs]
         if window.start == 0 and any(rising):
             self.empty = empty_at_first(self.scene, self.knobs)
         sizes = [
@@ -174,6 +183,11 @@ class LineCollector(Collector):
         """The two ends in coordinate units, and what lies between."""
         x = sorted(self.spec.width * point for point in set(self.spec.points))
         return [x[0], x[-1]], x[1:-1]
+
+    def _is_steep(self, line: NDArray[np.float64]) -> bool:
+        """Whether the loss grows by more than the cube of the rate from one end to the other."""
+        low, high = map(float, line.mean(axis=1))
+        return bool(0.0 < low * math.exp(STEEP * 2 * self.spec.width * max(self.spec.points)) < high)
 
     @staticmethod
     def _rises(knobs: Sequence[BoundKnob], window: Window) -> bool:

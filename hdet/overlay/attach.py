@@ -167,14 +167,14 @@ def attach(
     trained(optimizer)
     _refuse_scripted(model)
     declared("replicas", replicas, Replicas, type(None))
+    tensors.reshard(model)  # a look at the model, as a trainer has before it trains, leaves it gathered
     if replicas is not None:
         of_these(replicas, model, optimizer)
-        if micro_batches not in (None, passes := len(replicas.local)):
+        if not replicas.diverge and micro_batches not in (None, passes := len(replicas.local)):
             raise ConfigError(
                 f"micro_batches={micro_batches} was given beside replicas= of {passes} passes a step; leave it out, or "
                 f"make the replicas with it"
             )
-    tensors.reshard(model)  # a look at the model, as a trainer has before it trains, leaves it gathered
     _end_earlier(model, optimizer)
     exclude, apart = excluding(exclude), ""
     follower = _follower(optimizer, scheduler, scheduler_every, schedule, total_steps)

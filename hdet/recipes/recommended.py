@@ -30,7 +30,7 @@ from hdet.hparams.schedule import LinearDecay
 from hdet.hparams.update import Groups
 from hdet.nn.names import named_modules
 from hdet.recipes import dropouts
-from hdet.replicas import Replicas, in_process
+from hdet.replicas import Replicas, in_process, tensors
 from hdet.replicas.distributed import refusals
 from hdet.signals import Objective, Probe
 from hdet.user_warning import warn
@@ -503,6 +503,7 @@ def recommended(
     micro_batches = counted("micro_batches", micro_batches)
     declared("replicas", replicas, Replicas, type(None))
     if replicas is not None:
+        tensors.reshard(model)  # a look at the model before it trains leaves it gathered
         of_these(replicas, model, optimizer)
     choices = choose(
         model,

@@ -99,16 +99,26 @@ def test_without_a_size_that_is_small_both_are_off() -> None:
     assert Regain(small=0.0).propose(HARMLESS, AHEAD, replace(RISING, shift=-1.0)) is None
 
 
-WRECKS = [(2.1, 1.0, True), (1.9, 1.0, False), (-9.0, 1.0, False), (9.0, None, False), (9.0, -1.0, False)]
+WRECK = replace(AHEAD, level=31.0, opening=3.0, step_size=0.1)
+WRECKS = [
+    (WRECK, True),
+    (replace(WRECK, level=29.0), False),
+    (replace(WRECK, opening=None), False),
+    (replace(WRECK, opening=-3.0), False),
+    (replace(WRECK, level=None), False),
+    (replace(WRECK, level=math.inf), True),
+    (replace(WRECK, stderr=0.2), False),
+    (replace(WRECK, step_size=0.6), False),
+    (replace(WRECK, step_size=None), False),
+]
 
 
-@pytest.mark.parametrize(("slope", "level", "wrecks"), WRECKS)
+@pytest.mark.parametrize(("line", "wrecks"), WRECKS)
 @pytest.mark.parametrize("part", [Regain(small=SMALL), SmallSteps(small=SMALL)])
 def test_small_steps_that_a_line_has_shown_to_wreck_the_network_are_not_harmless(
-    part: OfHarmlessSteps, slope: float, level: float | None, wrecks: bool
+    part: OfHarmlessSteps, line: Estimate, wrecks: bool
 ) -> None:
-    """Not where the loss is unknown, or has no zero of its own; what one window has shown holds for the later ones."""
-    line = replace(AHEAD, slope=slope, level=level, step_size=0.1)
+    """Not larger steps, nor a loss that is told by chance; what one window has shown holds for the later ones."""
     state = part.observe(part.observe(HARMLESS, line, RISING), replace(AHEAD, level=3.0), RISING)
     lowered = replace(RISING, shift=-1.0)
     assert (part.room(state, replace(AHEAD, step_size=0.1), lowered) is None) is wrecks
@@ -117,12 +127,12 @@ def test_small_steps_that_a_line_has_shown_to_wreck_the_network_are_not_harmless
 
 def test_calibrate_lowers_a_rate_whose_small_steps_wreck_the_network() -> None:
     calibrate, lowered = Calibrate(small=SMALL), replace(RISING, shift=-1.4)
-    first = replace(AHEAD, slope=3e6, curvature=1e6, stderr=1e5, level=1e6, excess=1.0, step_size=0.1)
+    first = replace(AHEAD, level=1e6, opening=3.0, excess=1.0, step_size=0.1)
     judged = calibrate.judge(calibrate.start(), first, lowered)
     assert (judged.move, judged.rule, judged.veto) == (-0.6, "look_ahead", "")
     judged = calibrate.judge(judged.state, replace(AHEAD, level=3.0, step_size=0.1), lowered)
     assert (judged.move, judged.rule, judged.veto) == (-0.6, "look_ahead", "")
-    unharmed = Calibrate(small=SMALL, steep=100.0)
+    unharmed = Calibrate(small=SMALL, wrecked=1e7)
     assert unharmed.judge(unharmed.start(), first, lowered).rule == "regain"
 
 

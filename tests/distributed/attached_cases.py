@@ -276,14 +276,20 @@ def own_buffers(parts: int) -> bool:
     return all(torch.equal(one, other) for one, other in zip(*ended, strict=True))
 
 
-def looked_at() -> int:
-    """A model that ran in evaluation before, as a trainer's do, and so is gathered when it is attached to."""
-    model = fsdp(network())
+def looked_at(given: bool) -> int:
+    """A model that ran in evaluation before, as a trainer's do, and so is gathered when it is attached to.
+
+    Args:
+        given: whether its replicas were made before that, and none of its layers is sharded by itself.
+    """
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
+    model = fully_shard(network(), mesh=mesh) if given else fsdp(network())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    options = {"replicas": hdet.distribute(model, optimizer, mesh=mesh, micro_batches=1)} if given else {}
     with torch.no_grad():
         model.eval()(batch(0, 0)[0])
     model.train()
-    search = attach(model, optimizer)
+    search = attach(model, optimizer, **options)
     loop(model, optimizer, search, 1, False, alike=False)
     search.state_dict()
     return search.engine.step_count

@@ -335,8 +335,9 @@ def test_a_state_is_gathered_over_the_ranks_that_train_together() -> None:
     assert launch(attached.states_of_a_group, 2) == [1, 0]
 
 
-def test_fully_sharded_a_look_at_the_model_before_changes_nothing() -> None:
-    assert launch(attached.looked_at, 2) == [attached.STEPS] * 2
+@pytest.mark.parametrize("given", [False, True])
+def test_fully_sharded_a_look_at_the_model_before_changes_nothing(given: bool) -> None:
+    assert launch(attached.looked_at, 2, given) == [attached.STEPS] * 2
 
 
 def test_a_rank_that_holds_nothing_of_what_decays_takes_part_all_the_same() -> None:

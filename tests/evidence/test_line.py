@@ -340,6 +340,26 @@ def test_early_in_the_warm_up_the_line_is_read_ahead(curved: bool, monkeypatch: 
     assert (estimate["curvature"] is not None) == curved
 
 
+@pytest.mark.parametrize(
+    ("power", "schedule", "opening"), [(4, WARM, 2.5), (2, WARM, None), (4, Replay([0.02] * 100), None)]
+)
+def test_the_openings_loss_is_told_where_a_line_of_the_warm_up_is_steeper_than_a_cube(
+    power: int, schedule: Schedule, opening: float | None
+) -> None:
+    def blown_up(model: Any, batch: float) -> Tensor:
+        evaluations.append(batch)
+        loss: Tensor = batch + 1e6 * torch.linalg.vector_norm(model.w - START) ** power
+        return loss
+
+    evaluations: list[float] = []
+    _, (record,) = run([lr_knob(Line(), schedule=schedule)], probe=blown_up, batches=(2.0, 3.0))
+    estimate = record.estimates["learning_rate"]
+    assert estimate["opening"] == opening
+    if schedule is WARM:
+        assert len(evaluations) == 2 * (3 + (opening is not None))
+        assert estimate["level"] > 1e3
+
+
 def test_past_the_preview_two_lines_are_read_at_the_base() -> None:
     _, records = run([lr_knob(schedule=WARM)], steps=6 * T)
     told = [record.estimates["learning_rate"] for record in records]

@@ -104,9 +104,12 @@ class SourceProblem(FreshProblem):
 
     def loss(self, model: nn.Module, batch: Examples) -> Tensor:
         told = super().loss(model, batch)
-        if not model.training:
-            return told
-        return told + BALANCE * sum(part.unbalanced for part in model.modules() if isinstance(part, Experts))
+        if model.training:
+            for part in model.modules():
+                if isinstance(part, Experts):
+                    told = told + BALANCE * part.unbalanced
+                    part.unbalanced = part.unbalanced.detach()  # so that the model can be copied
+        return told
 
     def example_losses(self, model: nn.Module, batch: Examples) -> Tensor:
         (letters,) = batch

@@ -18,7 +18,8 @@ class Regain(OfHarmlessSteps, SlopeRule):
     """Go up to where steps are no longer small, and no further than to the schedule as given (a shift of 0).
 
     It judges estimates taken ahead of the base (`Estimate.offset`), early in a warm-up. Where they call for more
-    (`t < -significance`), it leaves the raise to `LookAhead`.
+    (`t < -significance`), it leaves the raise to `LookAhead`. It is silent once a line has shown that small steps wreck
+    the network.
 
     Args:
         significance: |t| at the last weights from which they are believed.

@@ -13,6 +13,8 @@ from hdet.spec import register
 class SmallSteps(OfHarmlessSteps, Veto):
     """While an untrained model warms up, lower no rate below where its steps are small.
 
+    It is silent once a line has shown that such steps wreck the network.
+
     >>> veto, less = SmallSteps(), Estimate(slope=0.3, stderr=0.1, level=3.0, step_size=2.0)
     >>> begun = veto.begin(veto.start(), Estimate(slope=0.0, excess=1.0))
     >>> round(veto.allow(-1.0, begun, less, Context()), 3)  # to half of it
