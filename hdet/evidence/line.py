@@ -187,7 +187,8 @@ class LineCollector(Collector):
     def _is_steep(self, line: NDArray[np.float64]) -> bool:
         """Whether the loss grows by more than the cube of the rate from one end to the other."""
         low, high = map(float, line.mean(axis=1))
-        return bool(0.0 < low * math.exp(STEEP * 2 * self.spec.width * max(self.spec.points)) < high)
+        apart = 2 * self.spec.width * max(self.spec.points)
+        return 0.0 < low < high and math.log(high) - math.log(low) > STEEP * apart
 
     @staticmethod
     def _rises(knobs: Sequence[BoundKnob], window: Window) -> bool:
