@@ -172,8 +172,9 @@ class OfHarmlessSteps(OfSmallSteps):
 
     A product or an exponential of what layers say, as in a normalizing flow, can blow up along steps that are small
     beside the weights. A line shows it, if its loss grows by more than the cube of the rate (`Estimate.opening`) to
-    more than `wrecked` times what it was at the window's opening. A mean square along a step that is too large does
-    not: by the time it is ten times as large, it grows like the square.
+    more than `wrecked` times what it was at the window's opening. A mean square of outputs that are linear along the
+    line does not: by the time it is ten times as large, it grows like the square. A loss whose zero is its own is
+    meant: where the opening's is 0 or less, nothing is shown.
 
     Args:
         wrecked: the loss along small steps, in units of that at the window's opening, above which they are no longer
