@@ -140,8 +140,8 @@ class Exploring(LRScheduler):
         Raises:
             CheckpointError: the state explores and this scheduler was not told to, was told to otherwise, or has
                 another model; or ranks load states of different moments. The scheduler is as it was.
-            HdetError: another exploration would begin, and the file of this one (`history`) holds windows. The scheduler
-                is as it was, too.
+            HdetError: another exploration would begin, and the file of this one (`history`) holds windows. The
+                scheduler is as it was then, too.
         """
         explored = state_dict.get(KEY)
         if explored is not None and self._declared is None:
