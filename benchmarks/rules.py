@@ -2,6 +2,7 @@
 
     python benchmarks/rules.py                                        # six tasks, six starts, 2 seeds
     python benchmarks/rules.py --tasks teacher --starts "lr x1" --seeds 5
+    python benchmarks/rules.py --rates matrices                       # a rate for each matrix, as by default
     python benchmarks/rules.py --tasks finetune_full --parts "learning_rate: lower's proof in fine-tuning"
     python benchmarks/rules.py --tasks finetune_full finetune_lora --parts "dropout: margin in fine-tuning"
     python benchmarks/rules.py --tasks digits_noise --starts "nine 3" --parts "dropout: entered far below a half"
@@ -18,6 +19,7 @@ is not made again.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import warnings
 from collections import defaultdict
@@ -32,7 +34,8 @@ from search_parts import runner
 from search_parts.cell import Cell
 from search_parts.contender import Outcome
 from search_parts.contenders.recommended import Recommended
-from search_parts.found import all_contenders, all_tasks
+from search_parts.contenders.recommended_matrices import RecommendedMatrices
+from search_parts.found import all_tasks
 from search_parts.meter import Meter
 from search_parts.sweep import judged
 from search_parts.task import ALL_OFF, DECAYS, LEARNING_RATES, NINE, Setting, Task
@@ -40,7 +43,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import hdet
-from hdet.controllers import Regularize, Ruled
+from hdet.controllers import Controller, Pooled, Regularize, Ruled
 from hdet.evidence.parts import two_levels
 from hdet.recipes import recommended
 from hdet.recipes.recommended import ALONG_A_LINE, choose
@@ -90,20 +93,26 @@ TURNS: dict[str, hdet.Rewind | None] = {"guard: rewound": None, "guard: restarte
 LEFT_OUT = [*PARTS, *NUMBERS, *TURNS, *DROPOUT]
 IN_ANY_TRAINING = [part for part in LEFT_OUT if part not in (PROOF, ENTERED, *SPARED, *DROPOUT)]
 
+RATES: dict[str, type[Recommended]] = {"one": Recommended, "matrices": RecommendedMatrices}
+
 Row = tuple[str, str, str, int, float, bool]
 
 
 class Altered(Recommended):
     """The recipe with other tables of rules and vetoes, and as many steps as the recipe has.
 
+    Args:
+        rates: one learning rate, or one for each of the `matrices`.
+
     Attributes:
-        tables: by knob.
+        tables: by knob; that of the learning rate is also what all rates have in common.
         margin: by how much held-out loss exceeds training loss where fine-tuning tries a dropout of 0.
         entered: the dropout at which a run begins that was given one above a half.
         reach: from how near 0 a dropout goes there in fine-tuning; None as the library has it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rates: str = "one") -> None:
+        self.recipe = RATES[rates]()
         self.tables = dict(TABLES)
         self.margin = two_levels.FINE_TUNING_MARGIN
         self.entered = recommended.ENTERED
@@ -115,11 +124,14 @@ class Altered(Recommended):
             return super().run(task, setting, seed, meter)
 
     def affordable_steps(self, task: Task, setting: Setting) -> int:
-        return Recommended().affordable_steps(task, setting)
+        return self.recipe.affordable_steps(task, setting)
 
     def knobs(self, model: nn.Module, optimizer: Optimizer, steps: int) -> Sequence[hdet.Knob]:
-        knobs = [choice.knob for choice in choose(model, optimizer, steps) if choice.knob is not None]
-        found = [knob.replace(controller=self.tables[knob.label]) for knob in knobs if knob.label in self.tables]
+        own = self.recipe.knobs(model, optimizer, steps)
+        exclude = ["learning_rate"] if own else []
+        others = choose(model, optimizer, steps, exclude=exclude)
+        knobs = [*own, *(choice.knob for choice in others if choice.knob is not None)]
+        found = [knob.replace(controller=self.table(knob)) for knob in knobs if knob.label.split("[")[0] in self.tables]
         if self.reach is not None:
             dropouts = [knob for knob in knobs if isinstance(knob, hdet.Dropout)]
             found += [
@@ -128,12 +140,17 @@ class Altered(Recommended):
             ]
         return found
 
+    def table(self, knob: hdet.Knob) -> Controller:
+        """That of a knob's sort; for one of many rates within what keeps them apart."""
+        table = self.tables[knob.label.split("[")[0]]
+        return knob.controller.replace(common=table) if isinstance(knob.controller, Pooled) else table
+
 
 class Without(Altered):
     """The recipe with some parts left out."""
 
-    def __init__(self, left_out: str) -> None:
-        super().__init__()
+    def __init__(self, left_out: str, rates: str = "one") -> None:
+        super().__init__(rates)
         for part in left_out.split(AND):
             if part in TURNS:
                 self.guard = TURNS[part]
@@ -160,14 +177,16 @@ def main() -> int:
     parser.add_argument("--starts", nargs="+", choices=sorted(STARTS), default=list(CHOSEN))
     parser.add_argument("--parts", nargs="+", choices=LEFT_OUT, default=IN_ANY_TRAINING)
     parser.add_argument("--together", nargs="+", choices=LEFT_OUT, help="instead, all of these at once")
+    parser.add_argument("--rates", choices=list(RATES), default="one", help="runs of each lie in a folder of their own")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--first-seed", type=int, default=0, help="seeds from here on: below 5 the recipe was chosen")
     runner.add_options(parser, ROOT / "runs" / "rules")
     given = parser.parse_args()
+    given.out = given.out / given.rates
     warnings.filterwarnings("ignore", "the probe is too small")
     parts = [AND.join(given.together)] if given.together else given.parts
     tasks = {name: all_tasks()[name] for name in given.tasks}
-    contenders = {"hdet": all_contenders()["hdet"], **{part: Without(part) for part in parts}}
+    contenders = {"hdet": RATES[given.rates](), **{part: Without(part, given.rates) for part in parts}}
     plain = [
         Cell(name, "hdet", STARTS[start].setting(BEST[name]), task.steps, seed)
         for seed in range(given.first_seed, given.first_seed + given.seeds)
@@ -190,8 +209,9 @@ def changed(cell: Cell, parts: Sequence[str], folder: Path) -> Iterator[Cell]:
     """The runs without a part that had a say in the recipe's own."""
     result = cells.load(folder, cell)
     if result is not None:
+        spoke = {re.sub(r"\[[^:]*\]: ", ": ", said) for said in result.details["spoke"]}  # of whichever rate
         for part in parts:
-            if {SAID_BY.get(one, one) for one in part.split(AND)} & {*result.details["spoke"], *ANY_RUN}:
+            if {SAID_BY.get(one, one) for one in part.split(AND)} & (spoke | ANY_RUN):
                 yield Cell(cell.task, part, cell.setting, cell.steps, cell.seed)
 
 

@@ -24,6 +24,7 @@ from search_parts.found import all_tasks
 from search_parts.task import Setting
 
 import hdet
+from hdet.controllers import Controller, Pooled
 from hdet.recipes.recommended import choose
 
 FACTORS = ["learning_rate: stall", "weight_decay: slope_sum gate=9", "guard: overshoot=None"]
@@ -118,6 +119,29 @@ def test_only_runs_that_a_part_had_a_say_in_are_made_again(tmp_path: Path) -> No
         assert others == [(changed, changed)]
     together = rules.AND.join(["learning_rate: lower", "learning_rate: stall"])
     assert [one.contender for one in rules.changed(cell, [together], tmp_path)] == [together]
+
+
+def test_a_part_is_left_out_of_what_all_rates_have_in_common(tmp_path: Path) -> None:
+    task, setting = replace(all_tasks()["tabular"], steps=60), rules.BEST["tabular"]
+    problem = task.problem(0, 0.0)
+    model = problem.model()
+
+    def controllers(contender: rules.Recommended) -> dict[str, Controller]:
+        optimizer = task.optimizer(problem.groups(model), setting)
+        return {knob.label: knob.controller for knob in contender.knobs(model, optimizer, 60)}
+
+    recipe, altered = controllers(rules.RecommendedMatrices()), controllers(rules.Altered("matrices"))
+    assert len(recipe) > 1
+    assert recipe.items() <= altered.items()
+    assert altered.keys() - recipe.keys() == {"weight_decay"}
+    without = controllers(rules.Without("learning_rate: stall", "matrices"))
+    for label, controller in recipe.items():
+        assert isinstance(controller, Pooled)
+        assert without[label] == controller.replace(common=rules.TABLES["learning_rate"].without("stall"))
+    cell = Cell("tabular", "hdet", setting, 60, 0)
+    cells.save(tmp_path, cell, result(0.2, ["learning_rate[layers.0.weight]: stall"]))
+    said = rules.changed(cell, ["learning_rate: stall", "learning_rate: lower"], tmp_path)
+    assert [one.contender for one in said] == ["learning_rate: stall"]
 
 
 @pytest.mark.parametrize("shape", schedules.SHAPES)
