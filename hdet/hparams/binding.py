@@ -289,25 +289,39 @@ class ModelBinding:
         return values.pop()
 
     def write(self, value: float) -> None:
+        value = self._as_all_hold(value)
         for cell in self.cells:
             if isinstance(cell, KnobTensor):
-                cell.fill_(fit(value, self.bounds, torch.float32))
+                cell.fill_(value)
             else:
                 setattr(cell.module, cell.name, _written(getattr(cell.module, cell.name), value, self.bounds))
 
+    def _as_all_hold(self, value: float) -> float:
+        """The value itself, unless the float32 of a KnobTensor would round it over a bound."""
+        low, high = self.bounds
+        if low <= float(np.float32(value)) <= high or not any(isinstance(cell, KnobTensor) for cell in self.cells):
+            return value
+        return fit(value, self.bounds, torch.float32)
+
     def overwritten(self, value: float) -> Overwritten | None:
+        value = self._as_all_hold(value)
         for cell in self.cells:
-            if isinstance(cell, Attribute) and not isinstance(getattr(cell.module, cell.name), Tensor):
-                name = f"{type(cell.module).__name__}.{cell.name}"
-                found = _differs(getattr(cell.module, cell.name), value, self.bounds, name)
-                if found is not None:
-                    return found
+            if isinstance(cell, KnobTensor):
+                found = _differs(cell.value, value, self.bounds, f"a {cell.role or 'knob'} tensor")
+            elif isinstance(entry := getattr(cell.module, cell.name), Tensor):
+                continue
+            else:
+                found = _differs(entry, value, self.bounds, f"{type(cell.module).__name__}.{cell.name}")
+            if found is not None:
+                return found
         return None
 
     def holdings(self) -> list[Holding] | None:
         found = []
         for cell in self.cells:
-            if isinstance(cell, Attribute) and not isinstance(getattr(cell.module, cell.name), Tensor):
+            if isinstance(cell, KnobTensor):
+                found.append(Holding(vars(cell), "_value", cell.value))
+            elif not isinstance(getattr(cell.module, cell.name), Tensor):
                 own = vars(cell.module)
                 if cell.name not in own:
                     return None

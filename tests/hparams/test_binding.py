@@ -136,12 +136,33 @@ def test_attributes_tensors_and_knob_tensors_move_together() -> None:
     one = ModelBinding([Attribute(module, "number"), Attribute(module, "tensor"), module.knob], (0.0, 0.1))
     assert one.read() == 0.5
     one.write(0.1)
-    assert module.number == 0.1
+    assert module.number == module.knob.value
     assert module.tensor is tensor
     for held in (module.tensor.item(), module.knob.value, module.knob.tensor.item()):
         assert held <= 0.1
         assert held == pytest.approx(0.1)
     assert len(one.targets) == 3
+
+
+def test_a_float_and_a_knob_tensor_that_were_written_hold_the_very_value() -> None:
+    module = Holder()
+    one = ModelBinding([Attribute(module, "number"), module.knob], (0.0, 1.0))
+    one.write(0.6)
+    assert one.read() == module.knob.value == 0.6
+
+
+def test_a_knob_tensor_that_something_else_writes_is_told_of() -> None:
+    module = Holder()
+    one = ModelBinding([module.knob], (0.0, 0.1))
+    one.write(0.1)
+    assert one.overwritten(0.1) is None
+    holding = one.holdings()[0]  # type: ignore[index]
+    assert holding.owner[holding.key] is holding.value
+    module.knob.fill_(0.7)
+    assert holding.owner[holding.key] is not holding.value
+    found = one.overwritten(0.1)
+    assert found is not None
+    assert (found.entry, found.found) == ("a x tensor", 0.7)
 
 
 def test_values_that_differ_have_no_base() -> None:

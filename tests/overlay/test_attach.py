@@ -79,6 +79,26 @@ def test_held_it_is_the_loop_without_it_bit_for_bit(name: str, parts: int, asser
     assert_same(*found)
 
 
+def test_hdets_dropouts_beside_torchs_are_held_at_their_rate_bit_for_bit(assert_same: Any) -> None:
+    """One whose float32 scales otherwise than its float does."""
+    found = []
+    for attached in (False, True):
+        seeded()
+        model = network()
+        model[2].p = 0.6
+        model.append(hdet.nn.Dropout(0.6))
+        optimizer = adamw(model)
+        search = None
+        if attached:
+            search = hdet.attach(
+                model, optimizer, probe=probe(), total_steps=STEPS, schedule=None, knobs=HELD, tail=None, quiet=True
+            )
+        loop(model, optimizer, None, search)
+        assert model[2].p == model[4].p == 0.6
+        found.append(copy.deepcopy(states(model, optimizer)))
+    assert_same(*found)
+
+
 def told(history: hdet.History) -> list[dict[str, Any]]:
     records = [dict(vars(record)) for record in history]
     for record in records:
