@@ -39,8 +39,11 @@ def by_rate(model: nn.Module) -> dict[float, Dropout]:
         modules[rate].append(escape(name.rpartition(".")[0]))
     if len(modules) == 1:
         return dict.fromkeys(modules, everything)
+    short = [f"{rate:g}" for rate in modules]
+    # 0.3 and 3 * 0.1 are two numbers that print alike.
+    called = {rate: one if short.count(one) == 1 else repr(rate) for rate, one in zip(modules, short, strict=True)}
     return {
-        rate: Dropout(pattern=tuple(names), name=f"dropout[{rate:g}]")
+        rate: Dropout(pattern=tuple(names), name=f"dropout[{called[rate]}]")
         for rate, names in sorted(modules.items(), key=lambda found: -len(found[1]))
     }
 

@@ -71,6 +71,16 @@ def test_dropouts_set_at_different_rates_are_a_knob_each() -> None:
     assert bound == {"dropout[0.1]": 0.1, "dropout[0.05]": 0.05}
 
 
+def test_dropouts_whose_rates_print_alike_have_names_of_their_own() -> None:
+    model = nn.Sequential(nn.Dropout(0.3), nn.Linear(2, 2), nn.Dropout(3 * 0.1), nn.Dropout(0.0))
+    found = chosen(model, adamw(model))
+    assert [name for name in found if "dropout" in name] == [
+        "dropout[0.3]",
+        "dropout[0.30000000000000004]",
+        "dropout[0]",
+    ]
+
+
 @pytest.mark.parametrize("rate", [0.95, 1.0])
 def test_a_dropout_of_nearly_all_is_left_alone(rate: float) -> None:
     model = nn.Sequential(nn.Linear(8, 4), nn.Dropout(rate))
