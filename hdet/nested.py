@@ -21,7 +21,7 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
         if type(value) is dict or not isinstance(value, dict):
             return changed
         kept = copy.copy(value)
-        kept.update(changed)
+        dict.update(kept, changed)  # a Counter's own would add
         return kept
     if isinstance(value, list):
         return [mapped(item, change) for item in value]
