@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 from torch import Tensor, nn
@@ -45,14 +45,18 @@ class GroupKnob(Knob):
         return f"{self.kind}[{','.join(str(group) for group in chosen)}]"
 
     def bind(self, model: nn.Module, optimizer: Optimizer) -> GroupBinding:
-        chosen = [index for index in self._indices(optimizer) if self.key in optimizer.param_groups[index]]
+        asked = self._indices(optimizer)
+        chosen = [index for index in asked if self.key in optimizer.param_groups[index]]
+        entry = self.key if self.item is None else f"{self.key}[{self.item}]"
         if not chosen:
-            entry = self.key if self.item is None else f"{self.key}[{self.item}]"
             raise MatchError(
                 f"{self.label}: no parameter group of {type(optimizer).__name__} has {entry!r}; "
                 f"the groups hold {sorted(set(optimizer.param_groups[0]) - {'params'})}"
             )
-        _unshare(optimizer, chosen, self.key)
+        if self.groups is not None and len(chosen) < len(asked):
+            lacking = sorted(set(asked) - set(chosen))
+            raise MatchError(f"{self.label}: parameter groups {lacking} were selected and have no {entry!r}")
+        _unshare(optimizer, chosen, self.key, self.item)
         values = [self._value(optimizer, index) for index in chosen]
         reference = next((value for value in values if value != 0.0), 0.0)
         if any(value != reference for value in values) and not self.keeps_ratio:
@@ -103,13 +107,18 @@ class GroupKnob(Knob):
         return self
 
 
-def _unshare(optimizer: Optimizer, chosen: list[int], key: str) -> None:
+def _unshare(optimizer: Optimizer, chosen: list[int], key: str, item: int | None) -> None:
     """Give groups a tensor of their own: by default torch puts one and the same into every group."""
+
+    def entry(group: dict[str, Any]) -> Any:
+        return group.get(key) if item is None or key not in group else group[key][item]
+
     others = [group for index, group in enumerate(optimizer.param_groups) if index not in chosen]
-    for index in chosen:
-        entry = optimizer.param_groups[index][key]
-        if isinstance(entry, Tensor) and any(group.get(key) is entry for group in others):
-            optimizer.param_groups[index][key] = entry.clone()
+    for group in (optimizer.param_groups[index] for index in chosen):
+        held = entry(group)
+        if isinstance(held, Tensor) and any(entry(other) is held for other in others):
+            own = held.clone()
+            group[key] = own if item is None else (*group[key][:item], own, *group[key][item + 1 :])
 
 
 @register

@@ -107,6 +107,8 @@ def test_groups_without_the_entry_are_passed_over() -> None:
     optimizer = adamw({}, {})
     del optimizer.param_groups[0]["weight_decay"]
     assert bind(hdet.WeightDecay(), optimizer).indices == (1,)
+    with pytest.raises(MatchError, match=r"parameter groups \[0\] were selected and have no 'weight_decay'"):
+        bind(hdet.WeightDecay(groups=(0, 1)), optimizer)
 
 
 def test_one_tensor_in_several_groups_is_given_to_each() -> None:
@@ -118,6 +120,15 @@ def test_one_tensor_in_several_groups_is_given_to_each() -> None:
     second.write(0.3)
     assert first.read() == pytest.approx(0.2)
     assert second.read() == pytest.approx(0.3)
+
+
+def test_betas_that_are_one_tensor_in_several_groups_are_given_to_each() -> None:
+    betas = (torch.tensor(0.9), torch.tensor(0.99))
+    optimizer = adamw({}, {}, betas=betas)
+    bind(hdet.Beta2(groups=1), optimizer).write(0.5)
+    first, second = (group["betas"] for group in optimizer.param_groups)
+    assert (first[1].item(), second[1].item()) == (pytest.approx(0.99), 0.5)
+    assert first[0] is second[0]
 
 
 def test_one_knob_for_all_leaves_the_tensor_shared() -> None:
