@@ -147,8 +147,10 @@ class MultiheadAttention(KnobModule, nn.MultiheadAttention):
         tempered = _Tempered(self)
         for name in _QUERY_PARAMETERS:
             parameter = getattr(self, name)
-            if parameter is not None:
+            if isinstance(parameter, nn.Parameter):
                 parameter.copy_(getattr(tempered, name))
+            elif parameter is not None:  # parametrized, so that what it was made from is to change
+                setattr(self, name, getattr(tempered, name))
         self.temperature = 1.0
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -320,6 +320,16 @@ def test_folding_makes_a_plain_module_compute_the_same(construction: dict[str, A
     check(expected[:2], got[:2], exactly=False)
 
 
+def test_folding_changes_what_a_parametrized_weight_is_made_from() -> None:
+    module = MultiheadAttention(WIDTH, HEADS, temperature=2.0)
+    nn.utils.parametrizations.weight_norm(module, "in_proj_weight")
+    x = torch.randn(3, 2, WIDTH)
+    expected = module(x, x, x)[0]
+    module.fold_temperature_()
+    assert module.temperature == 1.0
+    torch.testing.assert_close(module(x, x, x)[0], expected)
+
+
 def test_reset_parameters_at_any_temperature() -> None:
     module = MultiheadAttention(WIDTH, HEADS, temperature=2.0)
     before = module.in_proj_weight.clone()
