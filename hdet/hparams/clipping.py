@@ -91,9 +91,13 @@ class Clipping:
             return arguments, {**keywords, "closure": clipped}
         return (arguments[0], clipped, *arguments[2:]), keywords
 
-    def _clip(self, optimizer: Optimizer) -> None:
+    def complete(self, optimizer: Optimizer) -> None:
+        """Give the threshold to groups that lack it: a loaded state may be of a time without clipping."""
         for group in optimizer.param_groups:
-            group.setdefault(ENTRY, self.given)  # a loaded state may be of a time without clipping
+            group.setdefault(ENTRY, self.given)
+
+    def _clip(self, optimizer: Optimizer) -> None:
+        self.complete(optimizer)
         norm = optimizer.param_groups[0][ENTRY]
         scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer takes it out by itself
         # In one order, whether or not groups are cut for the step: a sum of norms is rounded by it.
@@ -189,11 +193,13 @@ class ClipNorm(GroupKnob):
         return Gated(0.4, gate=1.0, memory=0.8, window_steps=30, max_scale=4.0, until=0.85)
 
     def bind(self, model: nn.Module, optimizer: Optimizer) -> GroupBinding:
-        if clipping_of(optimizer) is None:
+        clipping = clipping_of(optimizer)
+        if clipping is None:
             raise MatchError(
                 f"{self.label}: no gradient is clipped where hdet could move the threshold; call "
                 f"hdet.clip_gradients(optimizer, norm=1.0) in place of torch.nn.utils.clip_grad_norm_"
             )
+        clipping.complete(optimizer)
         return super().bind(model, optimizer)
 
     @model_validator(mode="after")

@@ -113,6 +113,15 @@ def test_a_state_of_a_time_without_clipping_keeps_the_threshold() -> None:
     assert equal(train(model, optimizer), by_torch(MAKES["sgd"], NORM))
 
 
+def test_after_a_state_of_a_time_without_clipping_a_knob_finds_the_threshold() -> None:
+    model = net()
+    optimizer = MAKES["sgd"](model)
+    before = copy.deepcopy(optimizer.state_dict())
+    hdet.clip_gradients(optimizer, norm=NORM)
+    optimizer.load_state_dict(before)
+    assert hdet.ClipNorm().bind(model, optimizer).read() == NORM
+
+
 def test_asked_for_again_it_clips_once_to_the_new_norm_and_removed_not_at_all() -> None:
     model = net()
     optimizer = MAKES["sgd"](model)
