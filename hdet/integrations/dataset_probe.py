@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
+from torch.utils.data import IterableDataset
+
 from hdet.errors import ConfigError
 from hdet.replicas.generators import numbers_lent
 
@@ -43,7 +45,8 @@ class Sample:
     ) -> None:
         self._collate = collate
         self._data: Any = data
-        if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+        streams = isinstance(data, IterableDataset)  # by its base class it seems to have examples by index
+        if streams or not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
             self._data = list(islice(data, max(examples, SUB_BATCHES * (size or 1))))
         held = len(self._data)
         self._size = size or max(1, min(examples, held) // SUB_BATCHES)

@@ -28,6 +28,7 @@ from hdet.signals import Objective, Probe
 from hdet.user_warning import warn
 
 try:
+    from accelerate.data_loader import IterableDatasetShard
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 except ImportError:
@@ -273,7 +274,7 @@ def _judged(
         # Not the evaluation's loader, which the Trainer would keep and evaluate on.
         loader = trainer.get_test_dataloader(data)
         taken: Any = loader.dataset
-        if isinstance(taken, torch.utils.data.IterableDataset) and hasattr(taken, "dataset"):
+        if isinstance(taken, IterableDatasetShard):
             taken = taken.dataset  # a process's share of it: what is judged by is the same in all
         sample = Sample(taken, examples, loader.collate_fn, sub_batch_size)
         sample(0)

@@ -17,6 +17,7 @@ import torch
 from tiny import Text, gpt2, trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import IterableDataset
 from transformers import Trainer
 
 import hdet
@@ -317,6 +318,27 @@ def test_a_trainer_is_needed(tmp_path: Path) -> None:
         integration.probe_of(made, Text("test", 1))
     with pytest.raises(ConfigError, match="a search judges by held-out data"):
         integration.probe_of(made, None)
+
+
+def test_a_stream_is_judged_by_what_it_gives(tmp_path: Path) -> None:
+    """Whether it has a length, and an attribute of the name under which Accelerate's share of a stream holds it."""
+
+    class Stream(IterableDataset):  # type: ignore[misc]
+        def __init__(self, dataset: Any) -> None:
+            self.dataset = dataset
+
+        def __iter__(self) -> Any:
+            return ({name: 0 * value + 7 for name, value in self.dataset[0].items()} for _ in self.dataset.tokens)
+
+    class Sized(Stream):
+        def __len__(self) -> int:
+            return len(self.dataset)
+
+    made = trainer(gpt2(), tmp_path)
+    for kind in (Stream, Sized):
+        drawn = integration.probe_of(made, kind(made.eval_dataset)).draw(0)
+        assert len(drawn) == 8
+        assert all((batch["input_ids"] == 7).all() for batch in drawn)
 
 
 def test_sub_batches_may_be_as_large_as_a_training_batch(tmp_path: Path) -> None:
