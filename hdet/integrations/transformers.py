@@ -112,6 +112,7 @@ class Search(TrainerCallback):
             self.search.all_ranks.load_state_dict(saved["search"])
         self.search.on_window(self._unlogged.append)
         self._report_losses(trainer, self.search)
+        self._save_beside(trainer)
         hook = trainer.model_wrapped.register_forward_pre_hook(Hook(self._end_if_left), prepend=True)
         self._undo.append(hook.remove)
 
@@ -126,17 +127,6 @@ class Search(TrainerCallback):
             # A subclass's would hand over here, and empty, the training metrics that it has gathered.
             Trainer.log(self._trainer, metrics(record))
             control.should_log = due
-
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Put the search beside the checkpoint's model and optimizer."""
-        if self.search is None or not self.search.attached or args.save_only_model:
-            return
-        state_dict = self.search.all_ranks.state_dict()
-        if not args.should_save:
-            return
-        folder = _output(args) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        with replaced(folder / FILE) as part:
-            torch.save({"step": state.global_step, "begun_at": self._begun_at, "search": state_dict}, part)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -171,6 +161,29 @@ class Search(TrainerCallback):
             return loss
 
         self._undo.append(put_in(trainer, training_step=training_step))
+
+    def _save_beside(self, trainer: Trainer) -> None:
+        """Have the search put beside each checkpoint's model and optimizer, whoever asks for the checkpoint.
+
+        Callbacks are told by `on_save` of those of the Trainer's own loop alone, and not of one made at a SIGTERM.
+        """
+        inner: Any = trainer._save_checkpoint
+
+        def save_checkpoint(*arguments: Any, **keywords: Any) -> None:
+            inner(*arguments, **keywords)
+            self._save(trainer.args, trainer.state)
+
+        self._undo.append(put_in(trainer, _save_checkpoint=save_checkpoint))
+
+    def _save(self, args: TrainingArguments, state: TrainerState) -> None:
+        if self.search is None or not self.search.attached or args.save_only_model:
+            return
+        state_dict = self.search.all_ranks.state_dict()
+        if not args.should_save:
+            return
+        folder = _output(args) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        with replaced(folder / FILE) as part:
+            torch.save({"step": state.global_step, "begun_at": self._begun_at, "search": state_dict}, part)
 
     def _end_if_left(self, module: nn.Module, inputs: Any) -> None:
         """An exception has ended the training that the search belongs to, and the model trains elsewhere."""

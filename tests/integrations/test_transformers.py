@@ -180,6 +180,29 @@ def test_a_resume_is_the_same_run_bit_for_bit(
     assert (len(second.search.shifts) > 5) == (rates == "matrices")
 
 
+def test_a_checkpoint_that_is_made_at_a_signal_holds_the_search(tmp_path: Path, assert_same: Any) -> None:
+    """The Trainer tells callbacks of no saving then."""
+    from transformers import TrainerCallback
+
+    class Signalled(TrainerCallback):  # type: ignore[misc]
+        def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 6:
+                callbacks = {type(one).__name__: one for one in made[1].callback_handler.callbacks}
+                callbacks["JITCheckpointCallback"].jit_manager._enable_checkpoint()
+
+    made, searches = [], []
+    for options in ({}, {"enable_jit_checkpoint": True}, {}):
+        made.append(trainer(gpt2(dropout=0.0), tmp_path, gradient_accumulation_steps=2, **options))
+        searches.append(search(made[-1]))
+    made[0].train()
+    made[1].add_callback(Signalled())
+    made[1].train()
+    assert "_save_checkpoint" not in vars(made[1])
+    made[2].train(resume_from_checkpoint=True)
+    assert_same(states(made[0]), states(made[2]))
+    assert searches[0].search.shifts == searches[2].search.shifts
+
+
 def test_a_checkpoint_without_a_search_begins_one_and_says_so(tmp_path: Path) -> None:
     plain = trainer(gpt2(), tmp_path, save_strategy="steps", save_steps=8)
     plain.train()
