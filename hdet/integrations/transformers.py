@@ -85,6 +85,7 @@ class Search(TrainerCallback):
     ) -> None:
         """The Trainer has everything ready, resumed if it resumes."""
         self._end()
+        self.search = None
         trainer, folder = _calling()
         _refuse(trainer)
         if state.global_step >= state.max_steps > 0:

@@ -234,8 +234,11 @@ def test_a_run_that_is_over_is_taken_up_as_without_a_search(tmp_path: Path) -> N
     """As by a job that is queued anew; the Trainer's own schedule ends at a rate of 0."""
     options = {"save_strategy": "steps", "save_steps": 20, "lr_scheduler_type": "linear"}
     made = trainer(gpt2(), tmp_path, **options)
-    search(made)
+    first = search(made)
     made.train()
+    assert first.search is not None
+    made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-20"))
+    assert first.search is None
     again = trainer(gpt2(), tmp_path, **options)
     callback = search(again)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-20"))
