@@ -431,6 +431,9 @@ def _optimizer_steps(trainer: Trainer, config: LRSchedulerConfig) -> int | None:
     if config.reduce_on_plateau or not isinstance(config.scheduler, LRScheduler):
         return None
     if config.interval == "step":
+        # Of a frequency the Trainer counts batches, anew in each epoch.
+        if config.frequency > 1 and any(batches % math.lcm(config.frequency, count) for count in _accumulated(trainer)):
+            return None
         every = {math.lcm(config.frequency, count) // count for count in _accumulated(trainer)}
     elif math.isfinite(batches):
         every = {math.ceil(batches / count) * config.frequency for count in _accumulated(trainer)}

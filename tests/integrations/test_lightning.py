@@ -589,6 +589,26 @@ def test_where_accumulation_changes_a_scheduler_by_epochs_is_followed(tmp_path: 
         assert explored.search.finished
 
 
+@pytest.mark.parametrize(("accumulated", "foretold"), [(5, False), (6, True)])
+def test_a_scheduler_by_batches_that_epochs_cut_short_is_followed(
+    accumulated: int, foretold: bool, tmp_path: Path, assert_same: Any
+) -> None:
+    """Its frequency counts an epoch's batches: of 12 it is stepped at the 10th and the 12th, and steps are of 5."""
+
+    class Frequent(Classifier):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=3e-3)
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+            return [optimizer], [{"scheduler": scheduler, "interval": "step", "frequency": 2}]
+
+    explored = search(knobs=HELD, tail=None)
+    options: dict[str, Any] = {"epochs": 4, "accumulate_grad_batches": accumulated}
+    runs = [fit(tmp_path, Frequent(), *callbacks, **options) for callbacks in ((explored,), ())]
+    assert_same(*runs)
+    assert explored.search.finished
+    assert (explored.search._riding.rates.follower is not None) is foretold
+
+
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Any:
         return iter(data(EXAMPLES, seed=1))
