@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterable, Mapping
+from itertools import product
 from typing import Any
 
 from torch import Tensor, nn
@@ -143,6 +144,8 @@ class Search(Callback):
         _refuse(trainer)
         restored, self._restored = self._restored, None
         self._batches = self._steps = 0
+        self._stepped = False
+        self._closed.clear()  # of a training that was interrupted
         self._began_at = restored["began_at"] if restored is not None else _passed(trainer)
         self._of_epoch, self._epoch_began_at = _steps_of_epoch(trainer), None
         index = self._index(trainer)
@@ -202,13 +205,9 @@ class Search(Callback):
             self._steps += 1
             self._notice_accumulation(trainer, pl_module)
         self._stepped = False
-        for record in self._closed:
-            told = metrics(record)
-            for logger in trainer.loggers:  # each window, whatever log_every_n_steps is
-                logger.log_metrics(told, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+        for told in self._log_closed(trainer, trainer.fit_loop.epoch_loop._batches_that_stepped):
             for name, value in told.items():
                 pl_module.log(name, value, on_step=True, on_epoch=False, batch_size=1, logger=False)
-        self._closed.clear()
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Hear the loss of a module that steps its optimizer itself; of several optimizers nobody knows whose it is."""
@@ -219,6 +218,7 @@ class Search(Callback):
         """End a run that has made all its steps, and leave model, optimizer and Trainer as they were."""
         if self.search is not None:
             self.search.finish(only_if_over=True)
+        self._log_closed(trainer, trainer.fit_loop.epoch_loop._batches_that_stepped - 1)  # that of the last batch
         self._leave(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -303,6 +303,14 @@ class Search(Callback):
                 f"each {'batch' if each == 1 else f'{each} batches'} had one, so the search takes the run for longer "
                 f"than it is; give hdet.lightning.Search(total_steps=...), in optimizer steps"
             )
+
+    def _log_closed(self, trainer: Trainer, step: int) -> list[dict[str, float]]:
+        """Tell the loggers of each window, whatever `log_every_n_steps` is; returns what was told."""
+        told = [metrics(record) for record in self._closed]
+        self._closed.clear()
+        for window, logger in product(told, trainer.loggers):
+            logger.log_metrics(window, step=step)
+        return told
 
     def _ride_on(self, trainer: Trainer) -> None:
         """A training step is a pass: it may call parts of the module one by one, and never the module itself."""

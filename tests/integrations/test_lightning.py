@@ -145,13 +145,42 @@ def test_what_closed_is_logged_by_the_modules_names(tmp_path: Path) -> None:
     assert math.isfinite(module.trainer.callback_metrics["hdet/factor/learning_rate"])
 
 
+def logged_windows(logger: CSVLogger) -> list[int]:
+    """The steps, counted from 1, at which windows were logged."""
+    header, *rows = (line.split(",") for line in (Path(logger.log_dir) / "metrics.csv").read_text().splitlines())
+    column, step = header.index("hdet/value/learning_rate"), header.index("step")
+    return [int(row[step]) + 1 for row in rows if row[column]]
+
+
 def test_every_window_is_logged_at_its_step_however_seldom_the_trainer_logs(tmp_path: Path) -> None:
     explored, logger = search(), CSVLogger(tmp_path)
     fit(tmp_path, Classifier("step"), explored, logger=logger)
-    header, *rows = (line.split(",") for line in (Path(logger.log_dir) / "metrics.csv").read_text().splitlines())
-    column, step = header.index("hdet/value/learning_rate"), header.index("step")
-    logged = [int(row[step]) for row in rows if row[column]]
-    assert logged == [record.stop - 1 for record in explored.search.history]  # which Lightning counts from 0
+    assert logged_windows(logger) == [record.stop for record in explored.search.history]
+
+
+def test_a_last_window_that_ends_with_training_is_logged_there(tmp_path: Path) -> None:
+    """Of steps that a gradient scaler skips some are missing at the end, and the window is closed without them."""
+    explored, logger = search(), CSVLogger(tmp_path)
+    half = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**18))
+    fit(tmp_path, Classifier("step"), explored, epochs=4, plugins=[half], logger=logger)
+    stops = [record.stop for record in explored.search.history]
+    assert stops[-1] < 4 * PER_EPOCH  # the Trainer counts steps that were skipped, too
+    skipped = 4 * PER_EPOCH - stops[-1]
+    assert logged_windows(logger) == [stop + skipped for stop in stops]
+
+
+def test_what_an_interrupted_training_left_unlogged_is_not_the_next_ones(tmp_path: Path) -> None:
+    class Interrupted(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            if trainer.global_step == 5:  # which ends the first window
+                raise RuntimeError
+
+    explored, logger = search(), CSVLogger(tmp_path)
+    with pytest.raises(RuntimeError):
+        fit(tmp_path, Classifier("step"), Interrupted(), explored)
+    fit(tmp_path, Classifier("step"), explored, logger=logger, accumulate_grad_batches=2)
+    assert logged_windows(logger) == [record.stop for record in explored.search.history]
+    assert explored.search.state_dict()["lost"] == 0
 
 
 def test_the_loss_of_a_module_that_steps_by_itself_is_heard(tmp_path: Path) -> None:
