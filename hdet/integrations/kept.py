@@ -21,16 +21,27 @@ DEEPEST = 3
 def values_kept(owner: object, *, private: bool) -> Iterator[None]:
     """Containers, numbers and tensors of an object hold after the block what they held before, and those in its dicts.
 
+    Those that it had none of before, or None, are gone again.
+
     Args:
         private: those whose names begin with `_`, too.
     """
     own = vars(owner)
-    names = [name for name, value in own.items() if type(value) in PLAIN and (private or not name.startswith("_"))]
-    held = _lent(own, names)
+
+    def noted() -> set[str]:
+        return {name for name, value in own.items() if type(value) in PLAIN and (private or not name.startswith("_"))}
+
+    before = dict(own)
+    held = _lent(own, noted())
     try:
         yield
     finally:
         _put_back(own, held)
+        for name in noted() - held.keys():
+            if name not in before:
+                del own[name]
+            elif before[name] is None:
+                own[name] = None
 
 
 def _lent(entries: dict[Any, Any], keys: Iterable[Any], depth: int = 0) -> dict[Any, Any]:

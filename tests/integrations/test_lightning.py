@@ -427,6 +427,34 @@ class Shared(Classifier):
         self.told.append((float(self.trainer.callback_metrics["shared"]), len(self.noted)))
 
 
+def test_what_a_module_begins_to_note_in_a_probe_is_not_there_as_it_validates(tmp_path: Path) -> None:
+    class Late(Classifier):
+        def __init__(self) -> None:
+            super().__init__("step")
+            self.first: float | None = None
+            self.sizes: list[int] = []
+
+        def validation_step(self, batch: Any, index: int) -> Any:
+            loss = super().validation_step(batch, index)
+            if not hasattr(self, "losses"):
+                self.losses: list[Any] = []
+            self.losses.append(loss)
+            self.first = loss.item() if self.first is None else self.first
+            return loss
+
+        def on_validation_epoch_end(self) -> None:
+            super().on_validation_epoch_end()
+            self.sizes.append(len(self.losses))
+            del self.losses
+
+    found = []
+    for callbacks in ((), (search(knobs=HELD, tail=None),)):
+        module = Late()
+        fit(tmp_path, module, *callbacks, num_sanity_val_steps=0)
+        found.append((module.sizes, module.first))
+    assert found[0] == found[1]
+
+
 def test_what_a_module_logs_and_notes_in_a_probe_of_hdets_is_not_of_training(tmp_path: Path) -> None:
     plain, judged = Shared(), Shared()
     fit(tmp_path, plain)
