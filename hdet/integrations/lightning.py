@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from hdet.errors import ConfigError, MissingExtraError
+from hdet.errors import CheckpointError, ConfigError, MissingExtraError
 from hdet.integrations.dataset_probe import PROBE_TRAINS
 from hdet.integrations.loggers import metrics
 from hdet.overlay import search as overlay
@@ -143,6 +143,11 @@ class Search(Callback):
         """Attach: models are wrapped, optimizers are made and restored."""
         _refuse(trainer)
         restored, self._restored = self._restored, None
+        if restored is not None and restored.keys() != {"began_at", "search"}:
+            raise CheckpointError(
+                f"the checkpoint's {self.state_key} holds no search of this version of hdet; resume from another one, "
+                f"or by the version that saved it"
+            )
         self._batches = self._steps = 0
         self._stepped = False
         self._closed.clear()  # of a training that was interrupted

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 import hdet
-from hdet.errors import ConfigError, StepError
+from hdet.errors import CheckpointError, ConfigError, StepError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -835,6 +835,13 @@ def test_a_second_training_finds_its_rate_and_begins_a_search_of_its_own(tmp_pat
         trainer.fit(Found("none"), loader(), loader(32, seed=3))
         assert explored.search.finished
     assert explored.search.engine.step_count == 2 * PER_EPOCH
+
+
+def test_a_state_of_another_form_is_refused(tmp_path: Path) -> None:
+    explored = search()
+    explored.load_state_dict({"search": {}})
+    with pytest.raises(CheckpointError, match=r"hdet\.lightning\.Search holds no search of this version of hdet"):
+        fit(tmp_path, Classifier("none"), explored)
 
 
 def test_a_state_that_the_callback_is_given_by_hand_is_gone_on_with(tmp_path: Path) -> None:
