@@ -33,7 +33,8 @@ def copied(value: Tensor, device: torch.device | str | None) -> Tensor:
 def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Write `sources` over `targets`; `wait` before the host reads these."""
     if targets:
-        torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
+        # Other accelerators (mps, xpu) would not be waited for.
+        torch._foreach_copy_(list(targets), list(sources), non_blocking=any(own.is_cuda for own in sources))
 
 
 def wait(sources: Sequence[Tensor]) -> None:
@@ -66,7 +67,7 @@ class OnTheirWay:
             held = self._memory[place] if place < len(self._memory) else None
             if held is None or held.shape != value.shape or held.dtype != value.dtype:
                 self._memory[place : place + 1] = [held := pinned_like(value)]
-            held.copy_(value, non_blocking=True)
+            held.copy_(value, non_blocking=value.is_cuda)
             self._under_way.append((held, then))
         for device in {value.device for value, _ in travellers if value.is_cuda}:
             event = torch.cuda.Event()

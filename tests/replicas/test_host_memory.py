@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hdet.replicas import host_memory
 from hdet.replicas.anchor import Anchor
@@ -49,6 +50,30 @@ def test_other_shapes_and_dtypes_take_other_memory() -> None:
         ((3,), torch.bfloat16),
     ]
     assert len(way._memory) == 1
+
+
+class Blocking(TorchDispatchMode):
+    """Notes whether copies wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        own = args[2:] or (kwargs or {}).get("non_blocking", False)
+        if "copy_" in str(func):
+            self.found.append(not (own[0] if isinstance(own, tuple) else own))
+        return func(*args, **(kwargs or {}))
+
+
+def test_only_a_copy_that_is_waited_for_later_does_not_wait_itself() -> None:
+    """On CUDA alone there is a stream to wait for: one from mps to the host would be read before it is there."""
+    value, copy, way = torch.ones(2), torch.zeros(2), OnTheirWay()
+    with Blocking() as blocking:
+        host_memory.copy_([copy], [value])
+        way.send([(value, lambda own: None)])
+        way.land()
+    assert blocking.found == [True, True]
 
 
 def test_a_copy_is_in_memory_of_its_own() -> None:
