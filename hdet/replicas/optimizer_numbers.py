@@ -9,12 +9,13 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hdet.hparams.clipping import ENTRY as CLIPPED
 from hdet.replicas.chained_optimizer import OWNER, steps_by
 
 SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
 """What torch's schedulers leave in parameter groups."""
 
-SETTINGS = frozenset({"params", "lr", "betas", "momentum", "weight_decay", "eps", OWNER}) | SCHEDULERS
+SETTINGS = frozenset({"params", "lr", "betas", "momentum", "weight_decay", "eps", OWNER, CLIPPED}) | SCHEDULERS
 """Entries that are nobody's state, even of an optimizer whose constructor does not name them (a wrapper's)."""
 
 OF_SCHEDULERS = ("_opt_called", "_step_count")
@@ -41,13 +42,14 @@ def kept_in_groups(optimizer: Optimizer) -> list[tuple[int, str]]:
 
     These are Schedule-Free's `weight_sum`, Prodigy's `d` and the like. Arguments of the optimizer's constructor, such
     as the learning rate, are none of them, nor is what torch's schedulers leave there: they belong to the user, a
-    scheduler or a knob.
+    scheduler or a knob. Torch's own optimizers keep nothing there, so all is the user's.
     """
     found = []
     for index, group in enumerate(optimizer.param_groups):
-        others = _nobodys_state(type(steps_by(optimizer, group)))  # type: ignore[arg-type]
-        if group.keys() <= others:  # as of all of torch's, in each step
+        kind = type(steps_by(optimizer, group))
+        if kind.__module__.startswith("torch."):
             continue
+        others = _nobodys_state(kind)  # type: ignore[arg-type]
         own = [key for key in group if key not in others]
         found += [(index, key) for key in own if isinstance(group[key], (int, float, Tensor))]
     return found

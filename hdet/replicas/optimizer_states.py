@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Container, Sequence
-from itertools import compress
+from itertools import chain, compress
 from typing import Any
 
 from torch import Tensor
@@ -54,12 +54,15 @@ def average(sound: Sequence[Optimizer], every: Sequence[Optimizer], weights: Seq
 
 
 def _average_groups(sound: Sequence[Optimizer], every: Sequence[Optimizer], weights: Sequence[float]) -> None:
-    for index, key in kept_in_groups(sound[0]):
-        values = [optimizer.param_groups[index][key] for optimizer in sound]
-        if any(isinstance(optimizer.param_groups[index][key], Tensor) for optimizer in (*sound, *every)):
+    kept = [kept_in_groups(optimizer) for optimizer in sound]
+    for index, key in dict.fromkeys(chain(*kept)):
+        holders = [(index, key) in own for own in kept]  # one that has made no step yet may not count them
+        values = [optimizer.param_groups[index][key] for optimizer in compress(sound, holders)]
+        if any(isinstance(optimizer.param_groups[index].get(key), Tensor) for optimizer in (*sound, *every)):
             continue
         apart = any(value != values[0] for value in values)
-        merged = mean_number(values, weights) if apart and isinstance(values[0], float) else values[0]
+        of_holders = list(compress(weights, holders))
+        merged = mean_number(values, of_holders) if apart and isinstance(values[0], float) else values[0]
         for optimizer in every:
             optimizer.param_groups[index][key] = merged
 

@@ -123,19 +123,33 @@ def test_a_parameter_without_state_anywhere_gets_none() -> None:
     assert [optimizer.state_dict() for optimizer in plain] == before
 
 
+class AnothersAdam(torch.optim.Adam):
+    """Of another library, which may keep numbers in its groups."""
+
+
 def test_numbers_that_are_the_optimizers_are_averaged_and_others_let_be() -> None:
     """Schedule-Free keeps such in its groups. A rate is somebody else's, and each replica keeps the one it has."""
-    optimizers = stepped(2)
+    optimizers = stepped(2, make=AnothersAdam)
     for index, optimizer in enumerate(optimizers):
-        optimizer.param_groups[0].update(
-            {"weight_sum": 1.0 + index, "k": 5 + index, "lr": 0.1 + index, "max_lr": 0.5 + index}
-        )
+        group = optimizer.param_groups[0]
+        group |= {"weight_sum": 1.0 + index, "k": 5 + index}
+        group |= {"lr": 0.1 + index, "max_lr": 0.5 + index, "clip_norm": 1.0 + index}
     optimizer_states.average(optimizers, optimizers)
     for index, optimizer in enumerate(optimizers):
         group = optimizer.param_groups[0]
         assert (group["weight_sum"], group["k"]) == (1.5, 5)
-        assert (group["lr"], group["max_lr"]) == (0.1 + index, 0.5 + index)
+        assert (group["lr"], group["max_lr"], group["clip_norm"]) == (0.1 + index, 0.5 + index, 1.0 + index)
         assert [p.shape[0] for p in group["params"]] == [2, 3]
+
+
+@pytest.mark.parametrize("stepped_alone", [0, 1])
+def test_numbers_that_a_step_makes_go_to_those_that_have_made_none(stepped_alone: int) -> None:
+    """As where a GradScaler has skipped all of one's."""
+    optimizers = stepped(2, make=AnothersAdam)
+    optimizers[stepped_alone].param_groups[0] |= {"step": 3, "weight_sum": 0.5}
+    optimizer_states.average(optimizers, optimizers, [1.0, 2.0])
+    for optimizer in optimizers:
+        assert (optimizer.param_groups[0]["step"], optimizer.param_groups[0]["weight_sum"]) == (3, 0.5)
 
 
 def test_equal_numbers_stay_bit_for_bit() -> None:
