@@ -49,6 +49,7 @@ def options(folder: Path) -> Found:
 
     found["shards overlap"] = weights(overlapped(cases.sharded_over(mesh), STEPS, part, each=2, mesh=mesh))[0]
     found["outer overlap"] = outer_overlap()
+    found["thawed in flight"] = thawed_in_flight()
     found["tiny"] = tiny()
     found["double"] = double()
     found["lists sent"] = lists_sent()
@@ -137,6 +138,20 @@ def outer_overlap() -> Found:
         "point": list(state["converged"]["model"].values()),
         "taken up": weights(other)[0],
     }
+
+
+def thawed_in_flight() -> list[torch.Tensor]:
+    """The weights of a run whose optimizer holds but some, of which another is thawed while a merge travels."""
+    model = network()
+    *others, last = model.parameters()
+    last.requires_grad_(False)
+    home = hdet.distribute(model, torch.optim.SGD(others, lr=0.05), overlap=DELAY)
+    engine = hdet.Engine(home, held(), window=WINDOW, total_steps=STEPS, gradients="local", merge=Mean("keep"))
+    train(engine, WINDOW)
+    assert home.in_flight
+    last.requires_grad_()
+    train(engine, STEPS)
+    return weights(engine)[0]
 
 
 def explored_overlap() -> None:
@@ -356,6 +371,11 @@ def test_an_outer_step_is_made_as_the_mean_arrives(ranks: list[Found]) -> None:
         assert difference(found["saved"], found["weights"]) == 0.0  # saving changed nothing
         assert difference(found["taken up"], found["point"]) == 0.0
         assert difference(found["point"], ranks[0]["outer overlap"]["point"]) == 0.0
+
+
+def test_a_merge_arrives_where_another_parameter_is_thawed_meanwhile(ranks: list[Found]) -> None:
+    for found in ranks:
+        assert difference(found["thawed in flight"], ranks[0]["thawed in flight"]) == 0.0
 
 
 def test_replicas_stay_apart_until_the_correction_comes(ranks: list[Found]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from hdet.replicas import tensors
 from hdet.replicas.distributed.layout import Layout
@@ -19,7 +19,7 @@ class Flight:
     meanwhile stays, and what set it apart before is taken back.
 
     Args:
-        own: this rank's parameters at the window's end.
+        parameters: those that are merged, as they are at the window's end.
         group: one of its own, so that its collective does not queue before those of training.
 
     Attributes:
@@ -27,10 +27,11 @@ class Flight:
     """
 
     @torch.no_grad()
-    def __init__(self, own: Sequence[Tensor], layout: Layout, group: dist.ProcessGroup) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout, group: dist.ProcessGroup) -> None:
+        self.parameters = parameters
         self.steps = 0
         self.change: Callable[[list[Tensor]], list[Tensor]] | None = None
-        self._own = list(own)
+        self._own = own = [tensors.local(parameter.detach()) for parameter in parameters]
         self._before = tensors.clones(own)
         self._parts: list[tuple[list[int], Tensor, dist.Work]] = []  # by dtype: which parameters, joined
         self._mean: list[Tensor] | None = None

@@ -352,10 +352,12 @@ class Ranks(Replicas):
 
     def _merge_parameters(self, members: Sequence[Sequence[Tensor]], shares: Sequence[float], part: slice) -> None:
         if self._overlap is not None and all(shares):
-            self._flight = Flight(members[0], self.layout, self._overlap[1]())
+            moving = tensors.moving_parameters(*self.hosts[0], self._walks[0])
+            self._flight = Flight(moving, self.layout, self._overlap[1]())
         elif self._narrow is not None and self._precision is not None and self._met:
             # From the first merge on the last converged point is the same everywhere, and differences are small.
-            anchored = self._anchored()[part]
+            assert self._anchor is not None
+            anchored = self._anchor.values(tensors.moving_parameters(*self.hosts[0], self._walks[0]))[part]
             start = [tensors.wide(t.to(own.device)) for t, own in zip(anchored, members[0], strict=True)]
             moved = [list(torch._foreach_sub([tensors.wide(t) for t in own], start)) for own in members]
             mean_narrow_(self._narrow, moved, shares, self._precision)
@@ -370,11 +372,6 @@ class Ranks(Replicas):
         if frozen[0]:
             members = [[tensors.local(parameter.detach()) for parameter in own] for own in frozen]
             buffer_mean.average_written(self.exchange, members, self._anchor.written(frozen[0]), shares)
-
-    def _anchored(self) -> list[Tensor]:
-        """The anchor's values of the parameters that are merged."""
-        assert self._anchor is not None
-        return self._anchor.values(tensors.moving_parameters(*self.hosts[0], self._walks[0]))
 
     @property
     def needs_passes(self) -> str | None:
@@ -411,9 +408,9 @@ class Ranks(Replicas):
             self._flight = None
 
     def settle(self) -> None:
-        if self._flight is not None:
+        if self._flight is not None and self._anchor is not None:
             with translated("waiting for a merge"):
-                tensors.copy_(self._anchored(), self._flight.merged())
+                tensors.copy_(self._anchor.values(self._flight.parameters), self._flight.merged())
 
     @torch.no_grad()
     def _merge_buffers(self, shares: Sequence[float], only_means: bool = False) -> None:
