@@ -228,6 +228,7 @@ def check_pair(model: nn.Module, optimizer: Optimizer, n: int) -> None:
     if n > MOST_HERE:
         raise ConfigError(f"one process holds {MOST_HERE} replicas, or micro-batches of a step, at most, got {n}")
     require_whole(optimizer)
+    tensors.reshard(model)  # a look at the model before it trains leaves it gathered
     own = set(model.parameters())
     foreign = [parameter for parameter in parameters_of(optimizer) if parameter not in own]
     if foreign:

@@ -295,6 +295,16 @@ def looked_at(given: bool) -> int:
     return search.engine.step_count
 
 
+def made_after_a_look() -> int:
+    """The same model, whose replicas are made after that."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
+    model = fully_shard(network(), mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with torch.no_grad():
+        model.eval()(batch(0, 0)[0])
+    return hdet.distribute(model, optimizer, mesh=mesh).size
+
+
 def skipped_by_a_scaler() -> Found:
     """A loop over all batches whose GradScaler skips two steps."""
     model = ddp(network())

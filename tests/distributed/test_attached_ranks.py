@@ -340,6 +340,10 @@ def test_fully_sharded_a_look_at_the_model_before_changes_nothing(given: bool) -
     assert launch(attached.looked_at, 2, given) == [attached.STEPS] * 2
 
 
+def test_fully_sharded_replicas_are_made_after_a_look_too() -> None:
+    assert launch(attached.made_after_a_look, 2) == [2, 2]
+
+
 def test_a_rank_that_holds_nothing_of_what_decays_takes_part_all_the_same() -> None:
     first, second = launch(attached.held_by_one, 2)
     assert sorted([sum(first["held"]), sum(second["held"])]) == [0, 9]

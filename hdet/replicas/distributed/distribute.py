@@ -118,7 +118,6 @@ def distribute(
     if first is None:
         raise ConfigError("the model has no parameters")
     exchange = Exchange(layout, tensors.local(first.detach()).device, exact)
-    tensors.reshard(bare)
     with translated("sending the first replica's weights"):
         agree(exchange, _described(bare, optimizer, micro_batches or copies, f"{exact} {precision} {overlap}"))
         if send and layout.places > 1:
