@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from itertools import compress
 from numbers import Integral
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from hdet.replicas.replica import Replica
 from hdet.replicas.replicas import Replicas
 from hdet.replicas.shared_buffers import require_same
 from hdet.replicas.shared_parameters import SharedParameters
+from hdet.replicas.walk import Walk
 
 MOST_HERE = 2**16
 """Replicas of one process, each of them an object, at the most; a number beyond that is a mistake."""
@@ -62,13 +64,14 @@ class Copies(InProcess):
         shares = weighting.shares(valid, weights)
         failed = [host for host, ok in zip(self.hosts, valid, strict=True) if not ok]
         source_optimizer = self.hosts[list(valid).index(True)][1]
+        rest: list[Any] = [tensors.parameters(model) for model, _ in self.hosts]
         if weights is not None and weights.ndim == 2:
             moving = [tensors.moving(*host) for host in self.hosts]
             for part, own in weighting.runs(weights):
                 _mean([parameters[part] for parameters in moving], own)
-        else:
-            every = _can_be_written([tensors.parameters(model) for model, _ in self.hosts])
-            self._merge(every, [tensors.is_inexact(own) for own in every[0]], shares)
+            rest = [tensors.frozen(*host, Walk(host[0])) for host in self.hosts]
+        every = _can_be_written(rest)
+        self._merge(every, [tensors.is_inexact(own) for own in every[0]], shares)
         self._mean_buffers(shares)
         if failed:
             held = HeldOptimizer(source_optimizer)

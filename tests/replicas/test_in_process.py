@@ -215,6 +215,20 @@ def test_integers_among_the_parameters_are_taken_over_and_not_averaged(problem: 
         assert all(torch.equal(replica.model.packed, want) for replica in replicas.local)
 
 
+def test_by_weights_of_its_own_for_each_parameter_what_is_frozen_is_merged_too(problem: Any) -> None:
+    """As a teacher that a forward pass moves, and one that is not finite."""
+    model = problem.model()
+    model.register_parameter("teacher", nn.Parameter(torch.zeros(2), requires_grad=False))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    replicas = hdet.replicate(model, torch.optim.SGD(trained, lr=0.1), n=3)
+    with torch.no_grad():
+        replicas.local[1].model.teacher.fill_(4.0)
+        replicas.local[2].model.teacher.fill_(math.nan)
+    weights = np.outer([1.0, 3.0, 0.0], np.ones(len(trained)))
+    replicas.mean([True, True, False], "keep", weights)
+    assert [replica.model.teacher.tolist() for replica in replicas.local] == [[3.0, 3.0]] * 3
+
+
 def test_combine_of_half_precision_is_in_single(problem: Any) -> None:
     replicas = copies(problem)
     for replica in replicas.local:
