@@ -93,7 +93,7 @@ class ByGradient(Averager):
         with around, tensors.evaluating(model, optimizer), numbers, torch.enable_grad():
             found = gradients.summed(model, (loss for loss in self._losses(model, window)))
         squares = torch.zeros(max(layers) + 1, dtype=torch.float64, device=found[0].device)
-        layer_of = dict(zip(map(id, self.scene.moving.parameters[replica.host]), layers, strict=True))
+        layer_of = dict(zip(map(id, tensors.moving_parameters(model, optimizer)), layers, strict=True))
         for parameter, gradient in zip(tensors.trained(model), found, strict=True):
             squares[layer_of[id(parameter)]] += gradient.abs().double().square().sum() * tensors.pieces(parameter)
         return squares
@@ -139,7 +139,9 @@ def inverse(norms: NDArray[np.float64], sound: NDArray[np.bool_], valid: NDArray
 
 def _layers(scene: Scene, *, whole: bool) -> list[int]:
     """For each parameter that can move the number of its layer: the module that owns it, or all the model."""
-    names = {id(parameter): name for name, parameter in scene.replicas.hosts[0][0].named_parameters()}
-    owners = ["" if whole else names[id(parameter)].rpartition(".")[0] for parameter in scene.moving.parameters[0]]
+    host = scene.replicas.hosts[0]  # those that are merged: one may have been thawed since the window opened
+    names = {id(parameter): name for name, parameter in host[0].named_parameters()}
+    moving = tensors.moving_parameters(*host)
+    owners = ["" if whole else names[id(parameter)].rpartition(".")[0] for parameter in moving]
     numbers = {owner: number for number, owner in enumerate(dict.fromkeys(owners))}
     return [numbers[owner] for owner in owners]

@@ -91,6 +91,22 @@ class Turn(nn.Module):
         return (self.turn - 1j * target).abs().square()
 
 
+def test_a_parameter_may_be_thawed_within_a_window(problem: Any, train: Any) -> None:
+    model = model_of()
+    first, *others = model.parameters()
+    first.requires_grad_(False)
+    replicas = hdet.replicate(model, torch.optim.SGD(others, lr=0.02), n=N)
+    objective = hdet.Objective(problem.loss, lambda window: [problem.batch(100 + window, j) for j in range(2)])
+    options = {"gradients": "local", "total_steps": TOTAL, "objective": objective}
+    engine = hdet.Engine(replicas, [], window=WINDOW, merge=Grawa(layers=True), **options)
+    train(engine, WINDOW + 1)
+    for replica in engine.replicas:
+        next(replica.model.parameters()).requires_grad_()
+    train(engine, TOTAL)
+    one, *rest = ([*replica.model.parameters()] for replica in engine.replicas)
+    assert all(torch.equal(a, b) for other in rest for a, b in zip(one, other, strict=True))
+
+
 def test_the_norm_of_a_complex_gradient_counts_both_parts() -> None:
     model = Turn()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
