@@ -456,12 +456,14 @@ def test_a_raise_is_as_large_as_it_gets_at_a_smaller_sum_than_a_lowering() -> No
     assert lowered == pytest.approx(-full * 2.5 / 4.0)
 
 
-def lowered_early(costs: float, *, t: float = 2.5, falls: float = 0.4, window: int = 30, **options: Any) -> float:
+def lowered_early(
+    costs: float, *, t: float = 2.5, falls: float = 0.4, window: int = 30, total: int | None = 1000, **options: Any
+) -> float:
     """The move of the second window of a run, whose loss has fallen and whose slopes are worth that share of it."""
     regularize = Regularize(memory=0.0, raise_after=0.0, **options)
-    told = {"loss": 1.5, "length": window, "total_steps": 1000}
+    told: dict[str, Any] = {"loss": 1.5, "length": window, "total_steps": total}
     _, state = regularize.step(regularize.start(), Estimate(0.0, stderr=1.0, level=2.0), Context(step=window, **told))
-    now = Estimate(costs * falls, stderr=costs * falls / t, level=2.0 - falls, span=9.0)
+    now = Estimate(costs * falls, stderr=abs(costs) * falls / t, level=2.0 - falls, span=9.0)
     return regularize.step(state, now, Context(step=2 * window, **told))[0]
 
 
@@ -472,7 +474,25 @@ def test_early_windows_are_believed_where_decay_costs_much_of_the_losss_fall() -
     assert lowered_early(9.0) == pytest.approx(-0.4 * 2.5 / 4.0 * 4.0), "max_boost"
     assert lowered_early(9.0, t=1.5) == 0.0, "however much it costs, it has to be proven"
     assert lowered_early(9.0, window=120) == pytest.approx(-0.4 * 2.5 / 4.0 * 4.0), "no window moves further"
-    assert lowered_early(0.5, early_until=0.05) == pytest.approx(-0.4 * 2.5 / 4.0), "later nothing is larger"
+    assert lowered_early(0.5, early_until=0.05) == pytest.approx(-0.4 * 2.5 / 4.0), "later it takes more proof"
+
+
+def test_later_what_is_at_stake_makes_a_move_larger() -> None:
+    def lowered(costs: float, *, t: float = 3.2, total: int | None = 150) -> float:
+        return lowered_early(costs, t=t, total=total)
+
+    full = -0.4 * 3.2 / 4.0
+    assert lowered(0.02) == pytest.approx(full)
+    assert lowered(0.06) == pytest.approx(full * 2.0), "twice three hundredths"
+    assert lowered(0.06, total=1000) == pytest.approx(full), "early"
+    assert lowered(0.06, total=None) == pytest.approx(full), "who knows whether it is early"
+    assert lowered(9.0) == pytest.approx(full * 4.0), "max_boost"
+    assert lowered(9.0, t=2.9) == pytest.approx(-0.4 * 2.9 / 4.0), "not proven as well"
+    half = 0.4 * 1.1 / 2.0
+    assert lowered(-0.02, t=1.1) == pytest.approx(half)
+    assert lowered(-0.06, t=1.1) == pytest.approx(half * 2.0), "a move up is proven by its gate"
+    assert lowered(-0.06, t=1.1, total=1000) == pytest.approx(half), "early"
+    assert lowered(-0.06, t=1.1, total=None) == pytest.approx(half), "who knows whether it is early"
 
 
 @pytest.mark.parametrize("base", [1.0, 0.01])
