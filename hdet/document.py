@@ -11,6 +11,9 @@ from hdet.errors import ConfigError, MissingExtraError
 from hdet.nested import flat
 from hdet.spec import Spec
 
+NUMBER = re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")
+"""One with an exponent, in which YAML 1.1 demands a point and a sign."""
+
 DEEPEST = 100
 """Dots in the path of an assignment."""
 
@@ -46,15 +49,19 @@ def parse(text: str, *, name: str) -> Any:
         raise MissingExtraError("pyyaml", "cli") from None
 
     class Loader(yaml.SafeLoader):
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+            node = super().compose_mapping_node(anchor)
+            keys = [
+                key.value if key.tag == "tag:yaml.org,2002:merge" else self.construct_object(key, deep=True)
+                for key, _ in node.value
+            ]
             twice = [key for index, key in enumerate(keys) if key in keys[:index]]
             if twice:
                 again = [key for key, _ in node.value][len(keys) - 1 - keys[::-1].index(twice[0])]
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key {twice[0]!r} is there twice", again.start_mark
                 )
-            return super().construct_mapping(node, deep=deep)
+            return node
 
         def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
             digits = str(self.construct_scalar(node)).replace("_", "")
@@ -66,9 +73,7 @@ def parse(text: str, *, name: str) -> Any:
         first: [("tag:yaml.org,2002:str", re.compile(r"^[-+]?[0-9_]+(:[0-9_]+)+(\.[0-9_]*)?$")), *rest]
         for first, rest in Loader.yaml_implicit_resolvers.items()
     }
-    Loader.add_implicit_resolver(  # YAML 1.1 demands a point and a signed exponent
-        "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-    )
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, list("-+.0123456789"))
     try:
         value = yaml.load(text, Loader=Loader)
         for place, part in flat(value, ".").items():
@@ -90,7 +95,12 @@ def dump(spec: Spec) -> str:
         import yaml
     except ModuleNotFoundError:
         raise MissingExtraError("pyyaml", "cli") from None
-    return yaml.safe_dump(spec.to_dict(), sort_keys=False, allow_unicode=True)
+
+    class Dumper(yaml.SafeDumper):
+        """Quotes a text that `parse` would take for a number."""
+
+    Dumper.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, list("-+.0123456789"))
+    return yaml.dump(spec.to_dict(), Dumper=Dumper, sort_keys=False, allow_unicode=True)
 
 
 def override(given: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, Any]:
@@ -106,18 +116,25 @@ def override(given: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, 
     """
     result: Any = dict(given)
     for assignment in assignments:
-        if assignment.count(".") > DEEPEST:
-            raise ConfigError(f"--set {assignment[:40]}...: no field lies deeper than {DEEPEST} dots")
         path, equals, text = assignment.partition("=")
         if not equals or not path:
             raise ConfigError(f"--set takes path=value, such as optimizer.lr=1e-3; got {assignment!r}")
         value = parse(text, name=f"the value of --set {assignment}")
-        result = _placed(result, path.strip().split("."), value, assignment)
+        result = placed(result, path.strip().split("."), value, assignment)
     return result  # type: ignore[no-any-return]
 
 
-def _placed(here: Any, path: list[str], value: Any, assignment: str) -> Any:
-    """`here` with `value` at `path`; containers on the way are copied, missing mappings made."""
+def placed(here: Any, path: list[str], value: Any, assignment: str) -> Any:
+    """`here` with `value` at `path`; containers on the way are copied, missing mappings made.
+
+    Args:
+        assignment: what errors call it.
+
+    Raises:
+        ConfigError: an index the list does not have, a path through a number, or one that is too long.
+    """
+    if len(path) > DEEPEST + 1:
+        raise ConfigError(f"--set {assignment[:40]}...: no field lies deeper than {DEEPEST} dots")
     if not path:
         return value
     key, rest = path[0], path[1:]
@@ -127,11 +144,11 @@ def _placed(here: Any, path: list[str], value: Any, assignment: str) -> Any:
                 f"--set {assignment}: the list has {len(here)} entries, to be named 0 to {len(here) - 1}, not {key!r}"
             )
         index = int(key)
-        return [*here[:index], _placed(here[index], rest, value, assignment), *here[index + 1 :]]
+        return [*here[:index], placed(here[index], rest, value, assignment), *here[index + 1 :]]
     if here is None:
         here = {}
     if isinstance(here, str):
         here = {"kind": here}
     if not isinstance(here, Mapping):
         raise ConfigError(f"--set {assignment}: {here!r} has no field {key!r}")
-    return {**here, key: _placed(here.get(key), rest, value, assignment)}
+    return {**here, key: placed(here.get(key), rest, value, assignment)}

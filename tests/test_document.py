@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hdet.app.run.optimizer import AdamW, Optimizer
+from hdet.app.run.optimizer import AdamW, Optimizer, TorchOptimizer
 from hdet.document import dump, override, parse, read
 from hdet.errors import ConfigError, MissingExtraError
 
@@ -54,6 +54,22 @@ def test_values(text: str, value: object) -> None:
 def test_a_declaration_survives_yaml(lr: float, decay: float, beta: float) -> None:
     spec = AdamW(lr, weight_decay=decay, betas=(beta, 0.5))
     assert Optimizer.from_dict(parse(dump(spec), name="test")) == spec
+
+
+@pytest.mark.parametrize("text", ["1e-3", "12e5", ".5E2", "1:30", "010", "1_000", "no", "null", "2020-01-01", "<<"])
+def test_a_text_that_looks_like_a_number_survives_yaml_as_text(text: str) -> None:
+    """A commit's hash may be 12e5, and a run that read it back as a number could not be resumed."""
+    spec = TorchOptimizer(name="NAdam", options={"tag": text, text: 1})
+    assert Optimizer.from_dict(parse(dump(spec), name="test")) == spec
+
+
+def test_a_mapping_is_merged_into_others() -> None:
+    """One that is merged itself, and overridden there, is still no key given twice."""
+    text = "a: &a {x: 1, y: 2}\nin: {b: &b {<<: *a, y: 3}}\nc: {<<: [*b, {z: 4}], x: 5}\n"
+    found = parse(text, name="test")
+    assert found == {"a": {"x": 1, "y": 2}, "in": {"b": {"x": 1, "y": 3}}, "c": {"x": 5, "y": 3, "z": 4}}
+    with pytest.raises(ConfigError, match="the key 'x' is there twice"):
+        parse("a: &a {x: 1}\nb: {<<: *a, x: 2, x: 3}\n", name="test")
 
 
 @pytest.mark.parametrize(
@@ -127,6 +143,7 @@ def test_later_overrides_win_and_build_on_earlier_ones() -> None:
         ("knobs.2.kind=dropout", "the list has 2 entries, to be named 0 to 1, not '2'"),
         ("knobs.dropout.kind=x", "not 'dropout'"),
         ("steps.deep=3", "10 has no field 'deep'"),
+        ("a" + ".b" * 101 + "=1", "no field lies deeper than 100 dots"),
         ("steps=[1", "the value of --set .* is not valid YAML"),
     ],
 )

@@ -15,7 +15,7 @@ from typing import Any
 from hdet.app.run.config import RunConfig
 from hdet.app.run.runner import NUMBERS
 from hdet.app.study.declaration import OUT, PYTHON, SEED, VARIANT, Study
-from hdet.document import override
+from hdet.document import placed
 from hdet.errors import ConfigError
 
 Timer = Callable[[RunConfig], float]
@@ -135,9 +135,10 @@ def _given(study: Study, values: Mapping[str, Any], extra: Mapping[str, Any], se
     assert isinstance(study.base, dict)
     fields = {**_flat(values), **extra, SEED: seed}
     # A field of another must come after it: optimizer before optimizer.lr.
-    ordered = sorted(fields.items(), key=lambda item: item[0].count("."))
-    # JSON is YAML, so a value passes through an assignment unharmed.
-    return override(study.base, [f"{path}={json.dumps(value)}" for path, value in ordered])
+    given: dict[str, Any] = study.base
+    for path, value in sorted(fields.items(), key=lambda item: item[0].count(".")):
+        given = placed(given, path.strip().split("."), value, f"{path}={value}")
+    return given
 
 
 def _matched(given: Mapping[str, Any], study: Study, timer: Timer | None) -> RunConfig:

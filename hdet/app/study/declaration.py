@@ -249,7 +249,7 @@ def label(value: Any) -> str:
     if isinstance(value, dict) and "kind" in value:
         rest = ", ".join(f"{key}={label(item)}" for key, item in value.items() if key != "kind")
         return f"{value['kind']}({rest})" if rest else str(value["kind"])
-    return json.dumps(value)
+    return json.dumps(value, default=str)
 
 
 def file_name(name: str) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,12 @@ def test_any_field_can_be_varied_deep_ones_and_whole_lists() -> None:
     assert found[2].levels == {"knobs": "none", "window": "growing", "task.options.fail": "true"}
     nested = study(grid={"knobs": {"rate": knobs["rate"]}, "knobs.0.spread.width": [0.1, 0.3]})
     assert [c.config.knobs[0].spread.width for c in cells(nested)[::2] if c.config] == [0.1, 0.3]
+
+
+def test_a_level_may_be_a_date_or_any_text() -> None:
+    declared = study(grid={"task.options.fail": [date(2020, 1, 1), "\N{GRINNING FACE}"]}, seeds=1)
+    found = [(list(c.levels.values()), c.config.task.to_dict()["options"]["fail"]) for c in cells(declared) if c.config]
+    assert found == [(['"2020-01-01"'], "2020-01-01"), (["\N{GRINNING FACE}"], "\N{GRINNING FACE}")]
 
 
 def test_variants_lie_over_the_grid_and_equal_runs_share_a_folder() -> None:
