@@ -15,8 +15,8 @@ import torch
 from small_run import DIGITS, call
 
 import hdet
-from hdet.app.planning.identifiable import by_noise, by_pilot
-from hdet.app.planning.picture import plan_figure
+from hdet.app.planning.identifiable import Need, by_noise, by_pilot
+from hdet.app.planning.picture import BARS, line, plan_figure, ruler
 from hdet.app.run import Run, RunConfig
 from hdet.app.run.loop import Training
 from hdet.document import dump
@@ -201,6 +201,20 @@ def test_needs_follow_from_noise() -> None:
     assert by_pilot("rate", windows(-0.5, 0.1), 10).words == "1 window of 10"
     assert by_pilot("rate", windows(0.0, 0.1), 10).words.startswith("cannot be identified: its slope is 0")
     assert "not measured" in by_pilot("rate", windows(0.1, math.nan), 10).words
+
+
+def test_a_probe_that_is_said_to_be_large_enough_is() -> None:
+    told = [re.findall("take (.*) times", Need("rate", need, 30).words)[0] for need in (31, 37.4, 60, 5000)]
+    assert told == ["1.1", "1.3", "2", "166.7"]
+
+
+def test_a_column_of_a_plan_is_the_same_steps_in_each_line() -> None:
+    """Of steps that lie close together in short windows, and of a run shorter than a line."""
+    steps = [*range(30), *range(30, 90, 10), 89]
+    knob = PlannedKnob("rate", "line", "hold", steps, [1.0 - abs(step - 45) / 45 for step in steps], [], [])
+    assert line(knob).index(BARS[-1]) == pytest.approx(30, abs=4)
+    short = PlannedKnob("rate", "line", "hold", list(range(20)), [1.0] * 20, [], [])
+    assert (len(line(short)), ruler(Preview([(0, 10), (10, 20)], {}))) == (20, f"{'|':>11}{'|':>9}")
 
 
 def test_a_knobs_name_begins_no_formula(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ class Need:
         count = math.ceil(self.windows)
         if count <= self.of:
             return f"{count} window{'s' * (count > 1)} of {self.of}"
-        factor = f"{self.windows / self.of:.2g}"
+        factor = f"{math.ceil(10 * self.windows / self.of) / 10:g}"
         return (
             f"cannot be identified in this run: {count} windows at best, and it has {self.of}; take {factor} times the "
             f"probe, or a longer run"

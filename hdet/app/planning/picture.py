@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 from hdet.engine.preview import PlannedKnob, Preview
 from hdet.report.figures import BLUE, GREY, INK, SKY, Figure, blank_figure, plain
 
@@ -40,8 +42,9 @@ def line(knob: PlannedKnob, encoding: str = "utf-8") -> str:
     >>> line(PlannedKnob("rate", "line", "hold", [0, 1, 2], [0.0, 0.5, 1.0], [], []))[:3] == BARS[0] + BARS[4] + BARS[7]
     True
     """
-    columns = min(COLUMNS, len(knob.bases))
-    chosen = [knob.bases[column * (len(knob.bases) - 1) // max(1, columns - 1)] for column in range(columns)]
+    columns, last = min(COLUMNS, knob.steps[-1] + 1), knob.steps[-1]
+    shown = (column * last // max(1, columns - 1) for column in range(columns))
+    chosen = [knob.bases[bisect_right(knob.steps, step) - 1] for step in shown]  # short windows have more of them
     highest, lowest = max(chosen), min(0.0, *chosen)
     span = highest - lowest
     try:
@@ -55,7 +58,8 @@ def line(knob: PlannedKnob, encoding: str = "utf-8") -> str:
 def ruler(seen: Preview) -> str:
     """Where windows end, in a line as wide as those of the knobs."""
     total = seen.windows[-1][1]
-    marks = [" "] * COLUMNS
+    columns = min(COLUMNS, total)
+    marks = [" "] * columns
     for _, stop in seen.windows:
-        marks[min(COLUMNS - 1, stop * COLUMNS // total)] = "|"
+        marks[min(columns - 1, stop * columns // total)] = "|"
     return "".join(marks)
