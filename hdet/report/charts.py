@@ -69,7 +69,7 @@ def evidence(runs: Sequence[ReportedRun], knob: str) -> Chart:
     ends: list[float] = []
     for number, run in enumerate(runs):
         own: list[dict[str, Any]] = []
-        for made in series.evidence(run.windows, knob):
+        for made in series.evidence(run.windows, knob) if knob in run.knobs else ():  # it may have others of the kind
             bars = [2 * error for error in made.error]
             ends.extend(abs(gain) + bar for gain, bar in zip(made.gain, bars, strict=True))
             said = [

@@ -156,8 +156,7 @@ def _earned(run: ReportedRun) -> tuple[str, str]:
         return loss_digits(found), told
     if found is not None:
         return loss_digits(found), "held-out loss; no run without hdet lies beside it to tell what the search earned"
-    last = next((record.loss for record in reversed(run.windows) if math.isfinite(record.loss)), None)
-    return loss_digits(last), "training loss of the last window; no result lies beside the history"
+    return loss_digits(run.windows[-1].loss), "training loss of the last window; no result lies beside the history"
 
 
 def _apart(found: float, plain: float) -> str:

@@ -84,6 +84,11 @@ def test_late_steps_are_told_whole_and_values_in_few_digits() -> None:
     assert max(len(repr(abs(y)).partition("e")[0]) for y in heights) <= 12
 
 
+def test_a_run_that_ended_without_a_finite_loss_is_not_told_an_earlier_one() -> None:
+    ended = [*windows(4), dataclasses.replace(windows(5)[-1], losses=[None, None])]
+    assert "not finite training loss of the last window" in Reader(page(ended)).words
+
+
 def test_without_a_result_it_says_what_is_not_known() -> None:
     assert "training loss of the last window; no result lies beside the history" in Reader(page(windows())).words
     alone = run(result={"test_loss": 1.25})
@@ -217,6 +222,12 @@ def test_of_several_runs_each_has_one_entry_in_a_knobs_legend() -> None:
         entries = [trace for trace in chart["data"] if trace.get("showlegend", True)]
         assert [trace["name"] for trace in entries] == ["a run", "a run (2)"]
         assert {trace["legendgroup"] for trace in chart["data"]} == {trace["legendgroup"] for trace in entries}
+
+
+def test_beside_a_run_with_a_rate_for_each_group_one_rate_has_its_own_evidence_alone() -> None:
+    groups = run("groups", windows=windows(knobs=("learning_rate[a]", "learning_rate[b]")))
+    reader = Reader(page([run("one", windows=windows(knobs=("learning_rate",))), groups]))
+    assert {trace["legendgroup"] for trace in reader.data["chart-2"]["data"]} == {"run 0"}
 
 
 def test_moves_and_forbidden_moves_are_counted_apart() -> None:
