@@ -89,6 +89,7 @@ def hdet_command(
 
 @application.command()
 def run(
+    context: typer.Context,
     config: Annotated[Path, typer.Argument(help="YAML file that declares the run.")],
     assignments: Annotated[
         list[str] | None,
@@ -115,7 +116,8 @@ def run(
         shared_out(declared.replicas, processes)
         RunFolder(folder).check(declared, force=force, resume=resume)
         flags = {"--compare": compare, "--force": force, "--resume": resume}
-        arguments = ["run", "--out", str(folder), *(flag for flag, said in flags.items() if said)]
+        arguments = ["--debug"] if context.find_root().params["debug"] else []
+        arguments += ["run", "--out", str(folder), *(flag for flag, said in flags.items() if said)]
         arguments += [part for assignment in changed for part in ("--set", assignment)]
         arguments += ["--seed", str(seed)] if seed is not None else []
         raise typer.Exit(launch(processes, [*arguments, "--", str(config)]))  # its name may begin with a dash

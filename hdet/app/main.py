@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if rest == given:
                 warnings.showwarning = _told(warnings.showwarning)
             with heard():
-                code = _run(rest)
+                code = _run(rest if rest == given else [DEBUG, *rest])
     except HdetError as error:
         if rest != given:
             traceback.print_exc()

@@ -237,6 +237,16 @@ def test_the_ranks_are_given_a_file_whose_name_begins_with_a_dash(
     assert (declared / "-here" / "result.json").exists()
 
 
+@pytest.mark.parametrize("debug", [False, True])
+def test_ranks_show_tracebacks_where_debug_asks_for_them(
+    declared: Path, monkeypatch: pytest.MonkeyPatch, debug: bool
+) -> None:
+    given: list[str] = []
+    monkeypatch.setattr("hdet.app.commands.launch", lambda processes, arguments: given.extend(arguments) or 0)
+    assert run("digits.yaml", "--processes", "2", *(["--debug"] if debug else [])) == 0
+    assert ("--debug" in given) is debug
+
+
 def run_until(end: signal.Signals, monkeypatch: pytest.MonkeyPatch, phase: str, *arguments: str) -> int:
     """The exit code of a run that this process is sent a signal in, in the tenth step of a phase."""
 
