@@ -201,6 +201,23 @@ def test_a_folder_that_may_not_be_entered_is_one_line(
     assert f"{shut} may not be read: [Errno 13]" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_in_a_folder_that_may_not_be_entered_is_one_line(
+    processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.yaml").write_text(json.dumps(DIGITS))
+    inside = tmp_path / "shut" / "run"
+
+    def seen(path: Path) -> bool:
+        if path == inside:
+            raise PermissionError(13, "Permission denied", str(path))
+        return os.path.exists(path)
+
+    monkeypatch.setattr(Path, "exists", seen)
+    assert call("run", tmp_path / "run.yaml", "--out", inside, "--processes", processes) == 2
+    assert f"{inside} may not be read: [Errno 13]" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may enter every folder")
 @pytest.mark.parametrize("command", [["report"], ["watch"], ["export"], ["ablate", "study.yaml", "--out"]])
 def test_a_folder_without_permissions_is_one_line_on_every_python(

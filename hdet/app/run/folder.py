@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
+from hdet.app.output import reading
 from hdet.app.run.config import RunConfig
 from hdet.document import dump
 from hdet.errors import CheckpointError, ConfigError, HdetError
@@ -47,7 +48,8 @@ class RunFolder:
         """Whether this run may use the folder; a ConfigError says why not."""
         if force and resume:
             raise ConfigError("--force starts anew and --resume goes on; say one of them")
-        there = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
+        with reading(self.path):
+            there = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
         if not there.is_dir():
             raise ConfigError(f"{self.path} cannot be a run folder: {there} is a file; choose another --out")
         if not os.access(there, os.W_OK | os.X_OK):
