@@ -98,7 +98,7 @@ class SlopeSum(SummedSlopes):
 
     `Gated` sums t-statistics. A sum of slopes does not believe most the windows whose probe batches are easy: their
     errors are small. Early windows are believed less, unless decay takes a large share of how far the held-out loss has
-    fallen. Later moves are larger, too, where some share of it is at stake (docs/evidence.md).
+    fallen. Later a move down that is well proven is larger, if some share of it is at stake (docs/evidence.md).
 
     Args:
         rate: largest move in a window of `window_steps` steps, in coordinates. Other windows have their share of it,
@@ -110,8 +110,7 @@ class SlopeSum(SummedSlopes):
             no share.
         costly: share of the loss's fall so far that what is left of the sum is worth at the present base, from which
             `early_gate` does not count, and a move down before `early_until` is larger by how many times it is passed.
-        late_costly: the same from `early_until` on, for moves up, and for moves down where tau is above `early_gate`.
-            A run without a known end has none.
+        late_costly: the same from `early_until` on, where tau is above `early_gate`. A run without a known end has none.
         max_boost: how many times larger that makes it.
         saturation: tau at which a move down is as large as it gets.
         raise_saturation: |tau| at which a move up is: slopes are small where decay is too weak.
@@ -140,18 +139,19 @@ class SlopeSum(SummedSlopes):
     def propose(self, state: SlopeSumState, estimate: Estimate, context: Context) -> float | None:
         if context.base <= 0.0:
             return None
-        lowers, early = state.tau > 0.0, context.before(self.early_until)
-        gate, saturation = (self.lower_gate, self.saturation) if lowers else (self.gate, self.raise_saturation)
-        share = abs(state.total) * context.base / state.fall if state.fall > 0.0 else 0.0
-        boost = min(max(share / self._costly(state.tau, context), 1.0), self.max_boost)
-        if lowers and early and boost == 1.0:
-            gate = max(gate, self.early_gate)
-        scale = min(boost * min(window_share(self.window_steps, context), self.max_scale), self.max_scale)
-        return gated_move(state.tau, self.rate, gate, saturation, scale) or None
-
-    def _costly(self, tau: float, context: Context) -> float:
-        """The share of the loss's fall from which a move is larger; infinite where none is."""
+        scale = min(window_share(self.window_steps, context), self.max_scale)
+        if state.tau <= 0.0:
+            return gated_move(state.tau, self.rate, self.gate, self.raise_saturation, scale) or None
+        gate, boost = self.lower_gate, 1.0
         if context.before(self.early_until):
-            return self.costly if tau > 0.0 else math.inf
-        known = context.total_steps is not None and not 0.0 < tau <= self.early_gate
-        return self.late_costly if known else math.inf
+            boost = self._boost(state, context, self.costly)
+            gate = gate if boost > 1.0 else max(gate, self.early_gate)
+        elif context.total_steps is not None and state.tau > self.early_gate:
+            boost = self._boost(state, context, self.late_costly)
+        scale = min(boost * scale, self.max_scale)
+        return gated_move(state.tau, self.rate, gate, self.saturation, scale) or None
+
+    def _boost(self, state: SlopeSumState, context: Context, costly: float) -> float:
+        """How many times larger a move down is for what the knob costs."""
+        cost = state.total * context.base / state.fall if state.fall > 0.0 else 0.0
+        return min(max(cost / costly, 1.0), self.max_boost)
