@@ -60,6 +60,7 @@ TINIEST, LARGEST = "learning_rate: catch_up's tiny", "learning_rate: large_steps
 PROOF, ENTERED = "learning_rate: lower's proof in fine-tuning", "learning_rate: return as entered in fine-tuning"
 QUIET = "learning_rate: return of what evidence lowered"
 WRECK = "learning_rate: small steps that wreck"
+LATE = "weight_decay: larger late moves of what is costly"
 NUMBERS: dict[str, tuple[Sequence[str], dict[str, float]]] = {
     LIMIT: (["return"], {"small": 0.0}),
     MISLED: (["catch_up"], {"misled_to": 0.0}),
@@ -69,6 +70,7 @@ NUMBERS: dict[str, tuple[Sequence[str], dict[str, float]]] = {
     ENTERED: (["return"], {"entered_significance": 2.0}),
     QUIET: (["return"], {"quiet_windows": 1000}),
     WRECK: (["regain", "small_steps"], {"wrecked": 1e300}),
+    LATE: (["slope_sum"], {"late_costly": 1e300}),
 }
 """Rules and vetoes that stay, and the numbers that leave out a part of what they do."""
 DROPOUT = {
@@ -83,6 +85,7 @@ SAID_BY = {
     LARGEST: "learning_rate: large_steps",
     ENTERED: "learning_rate: return",
     QUIET: "learning_rate: return",
+    LATE: "weight_decay: slope_sum",
 }
 """Without these numbers a rule asks for less, so where it was silent, they had no say."""
 SPARED = ("weight_decay: spare", "weight_decay: keeps_weights")

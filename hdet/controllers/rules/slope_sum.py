@@ -110,7 +110,7 @@ class SlopeSum(SummedSlopes):
             no share.
         costly: share of the loss's fall so far that what is left of the sum is worth at the present base, from which
             `early_gate` does not count, and a move down before `early_until` is larger by how many times it is passed.
-        late_costly: the same from `early_until` on, where tau is above `early_gate`. A run without a known end has none.
+        late_costly: the same from `early_until` on, where tau is above `early_gate`. Without a known end there is none.
         max_boost: how many times larger that makes it.
         saturation: tau at which a move down is as large as it gets.
         raise_saturation: |tau| at which a move up is: slopes are small where decay is too weak.
