@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset
 
 from hdet.errors import ConfigError
 from hdet.replicas.generators import numbers_lent
@@ -45,8 +45,8 @@ class Sample:
     ) -> None:
         self._collate = collate
         self._data: Any = data
-        streams = isinstance(data, IterableDataset)  # by its base class it seems to have examples by index
-        if streams or not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+        by_index = getattr(type(data), "__getitem__", Dataset.__getitem__) is not Dataset.__getitem__
+        if not hasattr(data, "__len__") or not by_index:
             self._data = list(islice(data, max(examples, SUB_BATCHES * (size or 1))))
         held = len(self._data)
         self._size = size or max(1, min(examples, held) // SUB_BATCHES)

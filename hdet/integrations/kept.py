@@ -21,7 +21,8 @@ DEEPEST = 3
 def values_kept(owner: object, *, private: bool) -> Iterator[None]:
     """Containers, numbers and tensors of an object hold after the block what they held before, and those in its dicts.
 
-    Those that it had none of before, or None, are gone again.
+    What it had none of before is gone again, but for a plain number, which may say what was done once and for all; what
+    was None is None.
 
     Args:
         private: those whose names begin with `_`, too.
@@ -38,9 +39,9 @@ def values_kept(owner: object, *, private: bool) -> Iterator[None]:
     finally:
         _put_back(own, held)
         for name in noted() - held.keys():
-            if name not in before:
+            if name not in before and not isinstance(own[name], (int, float)):
                 del own[name]
-            elif before[name] is None:
+            elif name in before and before[name] is None:
                 own[name] = None
 
 

@@ -129,6 +129,11 @@ class Search(TrainerCallback):
             Trainer.log(self._trainer, metrics(record))
             control.should_log = due
 
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Put the search beside a checkpoint that a Trainer has written by code of its own."""
+        if not (_output(args) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}" / FILE).exists():
+            self._save(args, state)
+
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:

@@ -433,11 +433,15 @@ def test_what_a_module_begins_to_note_in_a_probe_is_not_there_as_it_validates(tm
             super().__init__("step")
             self.first: float | None = None
             self.sizes: list[int] = []
+            self.passes: list[bool] = []
 
         def validation_step(self, batch: Any, index: int) -> Any:
             loss = super().validation_step(batch, index)
             if not hasattr(self, "losses"):
                 self.losses: list[Any] = []
+            if not hasattr(self, "hooked"):
+                self.hooked = True  # once and for all
+                self.register_forward_hook(lambda *_: self.passes.append(self.training))
             self.losses.append(loss)
             self.first = loss.item() if self.first is None else self.first
             return loss
@@ -452,6 +456,7 @@ def test_what_a_module_begins_to_note_in_a_probe_is_not_there_as_it_validates(tm
         module = Late()
         fit(tmp_path, module, *callbacks, num_sanity_val_steps=0)
         found.append((module.sizes, module.first))
+        assert len(module._forward_hooks) == 1
     assert found[0] == found[1]
 
 

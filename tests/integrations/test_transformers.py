@@ -367,6 +367,34 @@ def test_a_stream_is_judged_by_what_it_gives(tmp_path: Path) -> None:
         assert all((batch["input_ids"] == 7).all() for batch in drawn)
 
 
+def test_a_stream_that_gives_examples_by_index_too_is_judged_by_all_of_them(tmp_path: Path) -> None:
+    class Indexed(IterableDataset):  # type: ignore[misc]
+        def __len__(self) -> int:
+            return 1000
+
+        def __getitem__(self, index: int) -> Any:
+            return {"input_ids": torch.full((8,), index), "labels": torch.full((8,), index)}
+
+        def __iter__(self) -> Any:
+            return map(self.__getitem__, range(len(self)))
+
+    drawn = integration.probe_of(trainer(gpt2(), tmp_path), Indexed()).draw(0)
+    assert max(int(batch["input_ids"].max()) for batch in drawn) > 500
+
+
+def test_a_trainer_that_writes_checkpoints_by_code_of_its_own_has_the_search_in_them(tmp_path: Path) -> None:
+    class Own(Trainer):  # type: ignore[misc]
+        def _maybe_log_save_evaluate(self, *arguments: Any, **keywords: Any) -> None:
+            if self.control.should_save:
+                (Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}").mkdir()
+                self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+
+    made = trainer(gpt2(), tmp_path, kind=Own, save_strategy="steps", save_steps=8)
+    search(made)
+    made.train()
+    assert (tmp_path / "checkpoint-8" / "hdet.pt").exists()
+
+
 def test_sub_batches_may_be_as_large_as_a_training_batch(tmp_path: Path) -> None:
     """As a loss needs it that compares the examples of a batch."""
     made = trainer(gpt2(), tmp_path)
