@@ -460,8 +460,9 @@ def lowered_early(
     costs: float, *, t: float = 2.5, falls: float = 0.4, window: int = 30, total: int | None = 1000, **options: Any
 ) -> float:
     """The move of the second window of a run, whose loss has fallen and whose slopes are worth that share of it."""
+    told: dict[str, Any] = {"loss": options.pop("loss", 1.5), "shift": options.pop("shift", 0.0)}
+    told |= {"length": window, "total_steps": total}
     regularize = Regularize(memory=0.0, raise_after=0.0, **options)
-    told: dict[str, Any] = {"loss": 1.5, "length": window, "total_steps": total}
     _, state = regularize.step(regularize.start(), Estimate(0.0, stderr=1.0, level=2.0), Context(step=window, **told))
     now = Estimate(costs * falls, stderr=abs(costs) * falls / t, level=2.0 - falls, span=9.0)
     return regularize.step(state, now, Context(step=2 * window, **told))[0]
@@ -477,18 +478,21 @@ def test_early_windows_are_believed_where_decay_costs_much_of_the_losss_fall() -
     assert lowered_early(0.5, early_until=0.05) == pytest.approx(-0.4 * 2.5 / 4.0), "later it takes more proof"
 
 
-def test_later_a_cost_that_is_well_proven_makes_a_move_down_larger() -> None:
-    def lowered(costs: float, *, t: float = 3.2, total: int | None = 150) -> float:
-        return lowered_early(costs, t=t, total=total)
+def test_later_the_first_move_down_of_a_cost_that_is_well_proven_is_larger() -> None:
+    def lowered(costs: float, *, t: float = 3.2, total: int | None = 150, **seen: float) -> float:
+        return lowered_early(costs, t=t, total=total, **{"loss": 1.7, **seen})
 
     full = -0.4 * 3.2 / 4.0
     assert lowered(0.02) == pytest.approx(full)
     assert lowered(0.06) == pytest.approx(full * 2.0), "twice three hundredths"
+    assert lowered(0.06, loss=1.6, shift=-0.2) == pytest.approx(full * 2.0)
     assert lowered(0.06, total=1000) == pytest.approx(full), "early"
     assert lowered(0.06, total=None) == pytest.approx(full), "who knows whether it is early"
+    assert lowered(0.06, loss=1.5) == pytest.approx(full), "held-out loss is above training loss"
+    assert lowered(0.06, shift=-0.3) == pytest.approx(full), "lowered before"
     assert lowered(9.0) == pytest.approx(full * 4.0), "max_boost"
     assert lowered(9.0, t=2.9) == pytest.approx(-0.4 * 2.9 / 4.0), "not proven as well"
-    assert lowered(-0.06, t=1.1) == pytest.approx(0.4 * 1.1 / 2.0), "up"
+    assert lowered(-0.06, t=1.1, loss=1.5) == pytest.approx(0.4 * 1.1 / 2.0), "up"
 
 
 @pytest.mark.parametrize("base", [1.0, 0.01])

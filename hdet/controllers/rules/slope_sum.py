@@ -10,6 +10,7 @@ from pydantic import Field
 
 from hdet.controllers.controller import Context
 from hdet.controllers.estimate import Estimate
+from hdet.controllers.gap import gap_of
 from hdet.controllers.gated import Sums, gated_move, window_share
 from hdet.controllers.part import SlopeRule
 from hdet.spec import register
@@ -98,7 +99,8 @@ class SlopeSum(SummedSlopes):
 
     `Gated` sums t-statistics. A sum of slopes does not believe most the windows whose probe batches are easy: their
     errors are small. Early windows are believed less, unless decay takes a large share of how far the held-out loss has
-    fallen. Later a move down that is well proven is larger, if some share of it is at stake (docs/evidence.md).
+    fallen. Later the first move down that is well proven is larger, if some share of it is at stake and nothing is
+    overfitted (docs/evidence.md).
 
     Args:
         rate: largest move in a window of `window_steps` steps, in coordinates. Other windows have their share of it,
@@ -110,7 +112,10 @@ class SlopeSum(SummedSlopes):
             no share.
         costly: share of the loss's fall so far that what is left of the sum is worth at the present base, from which
             `early_gate` does not count, and a move down before `early_until` is larger by how many times it is passed.
-        late_costly: the same from `early_until` on, where tau is above `early_gate`. Without a known end there is none.
+        late_costly: the same from `early_until` on, where tau is above `early_gate`, the window's held-out loss is no
+            higher than its training loss, and the base is no more than `late_below` below the schedule as given.
+            Without a known end there is none.
+        late_below: in coordinates. A window that follows such a move says how it went.
         max_boost: how many times larger that makes it.
         saturation: tau at which a move down is as large as it gets.
         raise_saturation: |tau| at which a move up is: slopes are small where decay is too weak.
@@ -131,6 +136,7 @@ class SlopeSum(SummedSlopes):
     early_until: float = Field(default=0.3, ge=0, le=1)
     costly: float = Field(default=0.25, gt=0)
     late_costly: float = Field(default=0.03, gt=0)
+    late_below: float = Field(default=0.25, ge=0, le=10)
     max_boost: float = Field(default=4.0, ge=1, le=100)
     saturation: float = Field(default=4.0, gt=0, le=100)
     raise_saturation: float = Field(default=2.0, gt=0, le=100)
@@ -146,7 +152,7 @@ class SlopeSum(SummedSlopes):
         if context.before(self.early_until):
             boost = self._boost(state, context, self.costly)
             gate = gate if boost > 1.0 else max(gate, self.early_gate)
-        elif context.total_steps is not None and state.tau > self.early_gate:
+        elif self._is_late_and_plain(state, estimate, context):
             boost = self._boost(state, context, self.late_costly)
         scale = min(boost * scale, self.max_scale)
         return gated_move(state.tau, self.rate, gate, self.saturation, scale) or None
@@ -155,3 +161,10 @@ class SlopeSum(SummedSlopes):
         """How many times larger a move down is for what the knob costs."""
         cost = state.total * context.base / state.fall if state.fall > 0.0 else 0.0
         return min(max(cost / costly, 1.0), self.max_boost)
+
+    def _is_late_and_plain(self, state: SlopeSumState, estimate: Estimate, context: Context) -> bool:
+        """Whether a run whose end is known has well proven that it wants less, and shows no overfitting."""
+        if context.total_steps is None or state.tau <= self.early_gate or context.shift < -self.late_below:
+            return False
+        gap = gap_of(estimate, context)
+        return gap is not None and gap <= 0.0
