@@ -23,9 +23,10 @@ from hdet.hparams.bound_knob import BoundKnob
 from hdet.hparams.forward import ModuleKnob
 from hdet.hparams.knob import Knob
 from hdet.replicas import Replicas, tensors
-from hdet.replicas.dense import can_be_written
-from hdet.replicas.random_numbers import accelerators, seeded
-from hdet.replicas.written_buffers import attributes_kept
+from hdet.replicas.dense import can_be_written, unwritten
+from hdet.replicas.generators import numbers_lent
+from hdet.replicas.random_numbers import accelerators
+from hdet.replicas.written_buffers import attributes_kept, frozen_kept
 from hdet.spec import register
 
 ENDS = (1.0, -1.0)
@@ -87,6 +88,7 @@ class MixedDifferenceCollector(Collector):
 
     def __init__(self, spec: MixedDifference, scene: Scene, knobs: Sequence[BoundKnob]) -> None:
         super().__init__(scene, knobs)
+        _refuse_complex(scene.replicas)
         _alone(scene.replicas)
         self.spec = spec
         self.levels = Levels(scene, self.knobs, spec.bound_from)
@@ -176,8 +178,9 @@ class MixedDifferenceCollector(Collector):
     def _losses(self, heard: Sequence[int], step: Sequence[Tensor], harvest: Harvest) -> NDArray[np.float64]:
         """[heard, J, 2, 2] training losses at theta +- step (third axis) and at the levels u +- d (fourth).
 
-        Every batch and knob falls to one replica, which makes all four passes. All that a pass changes, weights,
-        buffers, states kept as plain attributes, modes and random number generators, is put back before the next.
+        Every batch and knob falls to one replica, which makes all four passes. All that a pass changes, weights (frozen
+        ones but for the first time, `frozen_kept`), buffers, states kept as plain attributes, modes and random number
+        generators, is put back before the next.
         """
         scene, window, objective = self.scene, harvest.window, self.scene.objective
         assert objective is not None
@@ -185,11 +188,12 @@ class MixedDifferenceCollector(Collector):
         batches = objective.draw(window.index)
         tasks = [(k, j) for k in heard for j in range(len(batches))]
         live = [tensors.local(parameter.detach()) for parameter in tensors.trained(model)]
-        saved, devices = tensors.clones(live), accelerators(model)
+        saved, devices, modules = tensors.clones(live), accelerators(model), list(model.modules())
         device = next(iter(live)).device
         table = torch.zeros(len(replicas.local), len(tasks), 2, 2, dtype=torch.float64, device=device)
         with scene.at_base(), tensors.training(model):
             buffers = HeldBuffers(model)  # with the bases of knobs that are buffers themselves
+            as_before = unwritten([*live, *buffers.copied])
             try:
                 for end, sign in enumerate(ENDS):
                     tensors.reshard(model)
@@ -202,16 +206,34 @@ class MixedDifferenceCollector(Collector):
                                 offset = float(self.levels.centre[k] + level * self.levels.half[k])
                                 self.levels.write(window.stop - 1, k, offset)
                                 pair = f"{scene.seed}:{window.index}:{self.knobs[k].name}:{j}"
-                                with seeded(devices, pair), attributes_kept(list(model.modules())):
+                                with (
+                                    numbers_lent(pair, devices, *modules),
+                                    attributes_kept(modules),
+                                    frozen_kept(modules),
+                                ):
                                     table[row, number, end, side] = objective.evaluate(model, batches[j])
                                 self._put_back(buffers)
             finally:
                 tensors.reshard(model)
-                tensors.copy_(live, saved)
-                self._put_back(buffers)
+                with as_before:
+                    tensors.copy_(live, saved)
+                    self._put_back(buffers)
         # Each task was done by one replica and is zero in the other rows.
         losses: NDArray[np.float64] = replicas.gather(table.flatten(start_dim=1)).sum(axis=0)
         return losses.reshape(len(heard), len(batches), 2, 2)
+
+
+def _refuse_complex(replicas: Replicas) -> None:
+    """A complex weight's two parts have scales of their own in an optimizer, and P is one factor for both.
+
+    Raises:
+        ConfigError: the model has complex parameters.
+    """
+    if any(parameter.is_complex() for parameter in tensors.trained(replicas.hosts[0][0])):
+        raise ConfigError(
+            "the model has complex parameters, along which MixedDifference evidence cannot look; leave knobs of the "
+            'forward pass out, as by exclude=["dropout", "label_smoothing"]'
+        )
 
 
 def _alone(replicas: Replicas) -> None:
@@ -244,6 +266,11 @@ class HeldBuffers:
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
+
+    @property
+    def copied(self) -> list[Tensor]:
+        """Those whose values are put back."""
+        return [buffer for _, _, buffer, value in self._held if value is not None]
 
     @torch.no_grad()
     def put_back(self) -> None:

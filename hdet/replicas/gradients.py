@@ -32,9 +32,10 @@ Take = Callable[[int, Tensor], None]
 def summed(model: nn.Module, losses: Iterable[Tensor]) -> list[Tensor]:
     """The gradient of the sum of 0-dim losses, in its own dtype, for each of `tensors.trained(model)`.
 
-    Zeros for a parameter that no loss depends on; of sharded parameters this rank's part. Each loss is asked for when
-    the one before has been differentiated, so that one graph is alive at a time. What `p.grad` holds is left alone,
-    and neither DistributedDataParallel nor an optimizer that steps in backward notices anything.
+    A sparse one as a dense tensor, and zeros for a parameter that no loss depends on; of sharded parameters this rank's
+    part. Each loss is asked for when the one before has been differentiated, so that one graph is alive at a time. What
+    `p.grad` holds is left alone, and neither DistributedDataParallel nor an optimizer that steps in backward notices
+    anything.
 
     Under `fully_shard` it is a collective: every rank has the same losses and takes part in each.
     """
@@ -134,7 +135,8 @@ def _part(parameter: nn.Parameter, gradient: Tensor | None) -> Tensor:
     placements = getattr(parameter, "placements", None)
     if placements is not None and getattr(gradient, "placements", placements) != placements:
         gradient = gradient.redistribute(placements=placements)  # type: ignore[attr-defined]
-    return tensors.local(gradient.detach())
+    own = tensors.local(gradient.detach())
+    return own if own.layout == torch.strided else own.to_dense()
 
 
 @contextmanager

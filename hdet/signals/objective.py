@@ -19,8 +19,9 @@ from hdet.signals.probe import real
 class Objective:
     """What the training loop minimises, in a form that can be evaluated without it.
 
-    It is evaluated in training mode, forward only, and the same batch several times with the same random numbers: these
-    have to come from torch's default generators, not from NumPy or Python.
+    It is evaluated in training mode, forward only, and the same batch several times with the same random numbers: of
+    the global generators of torch, Python and NumPy, and of those that modules hold as attributes. All of them are left
+    as they were.
 
     Args:
         loss: `loss(model, batch)`, the loss of one micro-batch that the loop calls `backward()` on, as a 0-dim tensor;

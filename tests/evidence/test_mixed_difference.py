@@ -541,7 +541,10 @@ def test_a_controller_that_no_longer_listens_is_not_measured_for() -> None:
 
 
 class Restless(nn.Module):
-    """Batch statistics, a buffer and a plain attribute that each pass replaces, dropout, a part that stays in eval."""
+    """Batch statistics, a buffer and a plain attribute that each pass replaces, dropout, a part that stays in eval.
+
+    And noise by a generator of its own.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -550,10 +553,12 @@ class Restless(nn.Module):
         self.head = nn.Linear(16, 10)
         self.register_buffer("seen", torch.zeros(()))
         self.carried = torch.zeros(16)
+        self.draws = torch.Generator().manual_seed(0)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             self.seen = self.seen + 1
+            x = x + 0.1 * torch.randn(x.shape, generator=self.draws)
         inner = self.body(x) + self.carried
         self.carried = 0.5 * inner.detach().mean(0)
         out: Tensor = self.head(self.frozen(inner))
@@ -594,6 +599,7 @@ def ended(knobs: list[hdet.Knob], seen: list[tuple[bool, ...]] | None = None, **
             "model": model.state_dict(),
             "optimizer": list(optimizer.state.values()),
             "numbers": torch.get_rng_state(),
+            "own numbers": model.draws.get_state(),
             "modes": [module.training for module in model.modules()],
         }
 
@@ -614,8 +620,88 @@ def test_training_goes_on_as_without_it_bit_for_bit(explored: float) -> None:
         assert torch.equal(value, with_it["model"][name]), name
     for ours, plain in zip(with_it["optimizer"], without["optimizer"], strict=True):
         assert all(torch.equal(ours[name], value) for name, value in plain.items())
-    assert torch.equal(with_it["numbers"], without["numbers"])
+    for numbers in ("numbers", "own numbers"):
+        assert torch.equal(with_it[numbers], without[numbers])
     assert with_it["modes"] == without["modes"]
+
+
+class Counting(Vector):
+    """A frozen parameter that each pass in training mode moves, as a teacher that follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes = nn.Parameter(torch.zeros(()), requires_grad=False)
+
+
+def counted(model: Any, batch: float) -> Tensor:
+    if model.training:
+        with torch.no_grad():
+            model.passes.add_(1.0)
+    return scaled(model, batch)
+
+
+def test_a_frozen_parameter_that_passes_write_is_put_back_but_for_the_first_time() -> None:
+    engine = make([quiet()], model=Counting, loss=counted, windows=3)
+    train(engine, loss=counted)
+    assert float(engine.replicas[0].model.passes) == 3 * 8 + 1
+
+
+def test_a_graph_that_is_held_goes_backward_after_a_window_was_closed() -> None:
+    """As that of a loss whose optimizer steps later."""
+    model = Restless()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    engine = Engine(
+        hdet.micro_batches(model, optimizer, n=1),
+        [hdet.Dropout(evidence=MixedDifference(), controller=Hold())],
+        window=1,
+        signal=Probe(cross_entropy, [examples(50 + j) for j in range(4)]),
+        objective=Objective(cross_entropy, [examples(100 + j) for j in range(3)]),
+        total_steps=1,
+    )
+    with engine.replicas[0]:
+        loss = cross_entropy(model, examples(0))
+        loss.backward()
+    optimizer.step()
+    held = cross_entropy(model, examples(1))
+    record = engine.step(loss.detach())
+    assert record is not None
+    assert record.estimates["dropout"]["stderr"] < math.inf
+    held.backward()
+
+
+class Rows(nn.Module):
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.rows = nn.Embedding(10, 4, sparse=sparse)
+        self.a = SCALE
+
+
+def looked_up(model: Any, row: int) -> Tensor:
+    loss: Tensor = model.a * model.rows(torch.tensor([row, 3])).square().sum()
+    return loss
+
+
+def test_a_sparse_gradient_of_the_probe_is_as_a_dense_one() -> None:
+    def slope(sparse: bool) -> float:
+        options: dict[str, Any] = {"loss": looked_up, "probe": looked_up, "batches": (0, 1), "held_out": (1, 2)}
+        return slope_of(
+            make([quiet()], model=lambda: Rows(sparse), **options), loss=looked_up, batch=lambda step, index: step
+        )
+
+    assert slope(True) == pytest.approx(slope(False), rel=1e-4)
+    assert slope(True) < 0.0
+
+
+def test_complex_parameters_are_refused() -> None:
+    class Turned(Vector):
+        def __init__(self) -> None:
+            super().__init__()
+            self.turn = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+
+    with pytest.raises(ConfigError, match="complex parameters, along which MixedDifference evidence cannot look"):
+        make([quiet()], model=Turned)
 
 
 class Buffered(Vector):
