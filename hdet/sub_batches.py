@@ -23,7 +23,7 @@ def normal_equivalent(t: float, freedom: float) -> float:
     >>> round(normal_equivalent(2.365, freedom=7), 2)
     1.96
     """
-    if not math.isfinite(t):
+    if not math.isfinite(t) or math.isinf(freedom):
         return t
     # The square of a large t overflows; its logarithm does not.
     surprise = math.log1p(t * t / freedom) if abs(t) < 1e100 else 2.0 * math.log(abs(t)) - math.log(freedom)

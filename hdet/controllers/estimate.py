@@ -54,7 +54,8 @@ class Estimate:
             where it comes from very many numbers, or nobody knows.
 
     Raises:
-        ConfigError: a standard error is below 0, or what is to be a number is none.
+        ConfigError: a standard error is below 0, degrees of freedom are not above it, or what is to be a number is
+            none.
 
     >>> Estimate(slope=-0.5, stderr=0.25).t
     -2.0
@@ -83,7 +84,7 @@ class Estimate:
         # Evidence of somebody's own may give NumPy's numbers, which neither a history nor a checkpoint can hold.
         for name in NUMBERS:
             value = getattr(self, name)
-            if value is None:
+            if value is None and name not in NEEDED:
                 continue
             try:
                 object.__setattr__(self, name, tuple(map(float, value)) if name == "slopes" else float(value))
@@ -93,6 +94,8 @@ class Estimate:
             given = getattr(self, name)
             if given is not None and given < 0:
                 raise ConfigError(f"{name} must be at least 0, and inf where it cannot be known; got {given}")
+        if self.freedom is not None and not self.freedom > 0.0:
+            raise ConfigError(f"freedom must be above 0, and None where nobody knows it; got {self.freedom}")
 
     @classmethod
     def nothing(cls) -> Estimate:
@@ -175,6 +178,8 @@ class Estimate:
 
 NUMBERS = tuple(own.name for own in fields(Estimate) if own.name != "averaged")
 """Of an `Estimate`, the fields that hold numbers; a subclass may have others."""
+NEEDED = frozenset(own.name for own in fields(Estimate) if own.default is not None)
+"""Of these, what no estimate is without."""
 
 
 def _error(values: NDArray[np.float64]) -> float:

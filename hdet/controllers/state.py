@@ -16,6 +16,9 @@ from hdet.errors import CheckpointError
 
 T = TypeVar("T")
 
+OF_NUMPY = (np.ndarray, np.generic, tuple)
+"""What NumPy makes plain numbers of: its own numbers too, which a checkpoint that is read as data cannot hold."""
+
 
 @dataclass(frozen=True)
 class NoState:
@@ -34,7 +37,7 @@ def to_plain(state: Any) -> dict[str, Any]:
         if isinstance(value, Mapping):
             plain[field.name] = {name: to_plain(part) for name, part in value.items()}
         else:
-            plain[field.name] = np.asarray(value).tolist() if isinstance(value, (np.ndarray, tuple)) else value
+            plain[field.name] = np.asarray(value).tolist() if isinstance(value, OF_NUMPY) else value
     return plain
 
 
@@ -70,7 +73,7 @@ def _require_same_names(owner: str, wanted: Iterable[str], plain: Iterable[str])
 
 
 def _typed(hint: Any, value: Any, like: Any) -> Any:
-    if get_origin(hint) is np.ndarray:
+    if np.ndarray in (hint, get_origin(hint)):
         return np.array(value, dtype=np.float64)
     if get_origin(hint) is tuple:
         return tuple(map(float, value))

@@ -33,6 +33,22 @@ def test_a_standard_error_below_0_is_refused(name: str) -> None:
     assert vars(Estimate(slope=1.0, **{name: 0.0}))[name] == 0.0
 
 
+@pytest.mark.parametrize("name", ["slope", "stderr", "offset", "slopes"])
+def test_what_no_estimate_is_without_is_asked_for(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{name} of an Estimate is None, and no number can be made of that"):
+        Estimate(**{"slope": 1.0, name: None})
+
+
+@pytest.mark.parametrize("freedom", [0, -1.0, math.nan])
+def test_freedom_that_is_not_above_0_is_refused(freedom: float) -> None:
+    with pytest.raises(ConfigError, match=r"^freedom must be above 0, and None where nobody knows it; got"):
+        Estimate(slope=1.0, stderr=1.0, freedom=freedom)
+
+
+def test_of_very_many_numbers_t_is_a_normal_deviate() -> None:
+    assert Estimate(slope=1.0, stderr=0.5, freedom=math.inf).normal_stderr == 0.5
+
+
 @pytest.mark.parametrize(
     ("estimate", "known", "testable"),
     [

@@ -45,6 +45,23 @@ def test_plain_is_made_of_builtins() -> None:
     assert type(plain["table"]) is list
 
 
+@dataclass(frozen=True)
+class Loose:
+    """As somebody writes it who works with NumPy."""
+
+    table: np.ndarray[Any, Any]
+    bare: np.ndarray  # type: ignore[type-arg]
+    number: float = 0.0
+
+
+@pytest.mark.parametrize("values", [[1.5, 2.5], [2, 3]])
+def test_numpys_own_numbers_and_arrays_come_back(values: list[float]) -> None:
+    plain = to_plain(Loose(np.array(values), np.array(values), np.float64(0.5)))
+    assert type(plain["number"]) is float
+    back = from_plain(Loose(np.zeros(0), np.zeros(0)), json.loads(json.dumps(plain)))
+    assert back.table.tolist() == back.bare.tolist() == values
+
+
 @pytest.mark.parametrize(
     ("state", "field", "damaged"),
     [
