@@ -284,6 +284,14 @@ def test_blocks_saved_are_all_counted() -> None:
     assert saved["t"] == pytest.approx(whole["t"], rel=1e-3)
 
 
+def test_a_direction_of_zeros_teaches_nothing() -> None:
+    """Adagrad has a state before its first step, which says that no gradient ever was."""
+    engine = make([knob()], windows=2, optimizer=lambda m: torch.optim.Adagrad(m.parameters(), lr=RATE))
+    stderrs = [record.estimates["a"]["stderr"] for record in train(engine)]
+    assert stderrs[0] == math.inf
+    assert stderrs[1] < math.inf
+
+
 def test_one_replica_is_compared_with_itself_over_steps() -> None:
     """Blocks of four steps: two windows of 16 make eight."""
     records = train(make([knob()], n=1, window=16, windows=4), loss=noisy)

@@ -105,8 +105,9 @@ class Dots(Memory):
         found = {}
         for k, slopes in enumerate(self.saved):
             if len(slopes) >= FEWEST_BLOCKS:
-                told = Estimate.of_sub_batches(np.array(slopes))
-                found[k] = replace(told, slopes=(), freedom=len(slopes) - 1)  # blocks have no numbers
+                if any(slopes):  # else v was 0, as before the first step of Adagrad
+                    told = Estimate.of_sub_batches(np.array(slopes))
+                    found[k] = replace(told, slopes=(), freedom=len(slopes) - 1)  # blocks have no numbers
                 self.saved[k] = []
         return found
 
