@@ -168,6 +168,13 @@ def test_tilting_measures_the_same_slope(tilt: float) -> None:
     assert estimates["learning_rate"]["slope"] == pytest.approx(want, rel=1e-4)
 
 
+def test_a_sub_batch_that_is_not_finite_for_any_replica_is_told() -> None:
+    knob = hdet.LearningRate(spread=TwoLevel(0.2))
+    with pytest.warns(UserWarning, match=r"not finite on sub-batches \[1\] of 2, at any weights"):
+        _, estimates = run([knob], signal=Probe(slanted, [1.0, math.nan]))
+    assert estimates["learning_rate"]["stderr"] == math.inf
+
+
 def test_tilting_measures_curvature() -> None:
     """Of |w|^2 / 2 along C it is |C|^2, C = d w_T / d u."""
     knob = hdet.LearningRate(spread=TwoLevel(WIDTH))

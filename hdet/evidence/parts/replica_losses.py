@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hdet.evidence.parts.unusable import look_everywhere
 from hdet.evidence.scene import Harvest, Scene
 from hdet.replicas import Replica, tensors
 from hdet.signals import Probe
@@ -34,7 +35,9 @@ class ReplicaLosses:
             return harvest.losses
         batches = probe.draw(window)  # once: the comparison is paired
         rows = [self._losses(replica, window, batches) for replica in replicas.local]
-        return replicas.gather(torch.stack(rows))
+        losses = replicas.gather(torch.stack(rows))
+        look_everywhere(losses[harvest.valid])
+        return losses
 
     def _losses(self, replica: Replica, window: int, batches: Sequence[Any]) -> Tensor:
         """[J] probe losses of a replica at the weights that are asked for."""

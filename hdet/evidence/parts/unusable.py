@@ -22,14 +22,7 @@ class Unusable:
     def look(self, window: int, losses: NDArray[np.float64], replicas: int) -> None:
         """Look at losses [P, J] that are the same on every process; point p is replica p % replicas' to evaluate."""
         finite = np.isfinite(losses)
-        never = np.flatnonzero(~finite.any(axis=0)).tolist()
-        if never:
-            warn(
-                f"the probe's loss is not finite on sub-batches {never} of {losses.shape[1]}, at any weights that "
-                f"it was evaluated at, so that nothing is learnt from any, and every knob stays where it is (a rate "
-                f"that is entered from below for caution too): look at these batches (an empty mask, a label that is "
-                f"missing) and at the loss"
-            )
+        look_everywhere(losses)
         if window != self._window:
             self._on_end = self._on_end if self._partly else 0
             self._window, self._partly = window, False
@@ -47,3 +40,15 @@ class Unusable:
                 f"{replicas} evaluate it, and finite at others, so that knobs judged there do not move: look at these "
                 f"batches on all ranks, and at whether the loss overflows near the weights that are trained"
             )
+
+
+def look_everywhere(losses: NDArray[np.float64]) -> None:
+    """Warn of sub-batches that tell nothing at any of the points, of losses [P, J]."""
+    never = np.flatnonzero(~np.isfinite(losses).any(axis=0)).tolist()
+    if never:
+        warn(
+            f"the probe's loss is not finite on sub-batches {never} of {losses.shape[1]}, at any weights that "
+            f"it was evaluated at, so that nothing is learnt from any, and every knob stays where it is (a rate "
+            f"that is entered from below for caution too): look at these batches (an empty mask, a label that is "
+            f"missing) and at the loss"
+        )
