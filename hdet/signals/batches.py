@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -23,7 +23,7 @@ def require_batches(batches: object, whose: str) -> None:
             f"{whose} batches are gone through in every window, and a {type(batches).__name__} only once; "
             f"give a list of them, or a function from the window's number to them"
         )
-    if not (callable(batches) or hasattr(batches, "__len__")) or isinstance(batches, str):
+    if not (callable(batches) or hasattr(batches, "__len__")) or isinstance(batches, (str, Mapping)):
         raise ConfigError(
             f"batches is a list, a DataLoader or a function from the window's number to batches, got "
             f"{type(batches).__name__}; what can only be iterated goes into a DataLoader"

@@ -296,6 +296,7 @@ def test_a_smaller_last_batch_is_said_once(problem: Any) -> None:
         (lambda p: Probe(p.loss, []), "a probe needs batches; got none"),
         (lambda p: Probe(p.loss, None), "batches is a list, a DataLoader or a function .* got NoneType; "),
         (lambda p: Probe(p.loss, "validation"), "batches is a list, a DataLoader or a function .* got str; "),
+        (lambda p: Probe(p.loss, {"x": 1, "y": 2}), "batches is a list, a DataLoader or a function .* got dict; "),
         (lambda p: p.probe(at="mean"), "at must be 'last' or 'average', got 'mean'"),
         (lambda p: p.probe(at="average", stride="2"), "stride is a number of steps, at least 1; got '2'"),
         (lambda p: p.probe(at="average", stride=True), "stride is a number of steps, at least 1; got True"),
