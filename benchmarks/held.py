@@ -53,6 +53,7 @@ BEST = {
     "strokes": Setting(0.016, 0.03, 0.0),
     "textures": Setting(0.064, 0.03, 0.0),
     "waves": Setting(0.8, 1e-3, 0.0),
+    "recall": Setting(0.016, 0.3, 0.0),
     "text_small": Setting(0.016, 0.1, 0.0),
     "text_tiny": Setting(0.01, 0.1, 0.0),
     "text_recurrent": Setting(0.032, 0.1, 0.0),
