@@ -42,14 +42,13 @@ def kept_in_groups(optimizer: Optimizer) -> list[tuple[int, str]]:
 
     These are Schedule-Free's `weight_sum`, Prodigy's `d` and the like. Arguments of the optimizer's constructor, such
     as the learning rate, are none of them, nor is what torch's schedulers leave there: they belong to the user, a
-    scheduler or a knob. Torch's own optimizers keep nothing there, so all is the user's.
+    scheduler or a knob.
     """
     found = []
     for index, group in enumerate(optimizer.param_groups):
-        kind = type(steps_by(optimizer, group))
-        if kind.__module__.startswith("torch."):
+        others = _nobodys_state(type(steps_by(optimizer, group)))  # type: ignore[arg-type]
+        if group.keys() <= others:  # as of all of torch's, in each step
             continue
-        others = _nobodys_state(kind)  # type: ignore[arg-type]
         own = [key for key in group if key not in others]
         found += [(index, key) for key in own if isinstance(group[key], (int, float, Tensor))]
     return found

@@ -123,13 +123,9 @@ def test_a_parameter_without_state_anywhere_gets_none() -> None:
     assert [optimizer.state_dict() for optimizer in plain] == before
 
 
-class AnothersAdam(torch.optim.Adam):
-    """Of another library, which may keep numbers in its groups."""
-
-
 def test_numbers_that_are_the_optimizers_are_averaged_and_others_let_be() -> None:
     """Schedule-Free keeps such in its groups. A rate is somebody else's, and each replica keeps the one it has."""
-    optimizers = stepped(2, make=AnothersAdam)
+    optimizers = stepped(2)
     for index, optimizer in enumerate(optimizers):
         group = optimizer.param_groups[0]
         group |= {"weight_sum": 1.0 + index, "k": 5 + index}
@@ -145,7 +141,7 @@ def test_numbers_that_are_the_optimizers_are_averaged_and_others_let_be() -> Non
 @pytest.mark.parametrize("stepped_alone", [0, 1])
 def test_numbers_that_a_step_makes_go_to_those_that_have_made_none(stepped_alone: int) -> None:
     """As where a GradScaler has skipped all of one's."""
-    optimizers = stepped(2, make=AnothersAdam)
+    optimizers = stepped(2)
     optimizers[stepped_alone].param_groups[0] |= {"step": 3, "weight_sum": 0.5}
     optimizer_states.average(optimizers, optimizers, [1.0, 2.0])
     for optimizer in optimizers:
