@@ -75,6 +75,7 @@ class Search(TrainerCallback):
         self._sub_batch_size = sub_batch_size
         self._options = options
         self._begun_at = 0
+        self._saved_at: int | None = None
         self._unlogged: list[WindowRecord] = []
         self._undo: list[Callable[[], None]] = []
         self._trainer: Trainer | None = None
@@ -94,6 +95,7 @@ class Search(TrainerCallback):
         group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         saved = led(group, lambda: self._saved(args, state, folder)) if state.global_step else None
         self._begun_at = saved["begun_at"] if saved is not None else state.global_step
+        self._saved_at = None
         self._trainer = trainer
         probe, size = self._probe, self._sub_batch_size
         given = {
@@ -131,7 +133,7 @@ class Search(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Put the search beside a checkpoint that a Trainer has written by code of its own."""
-        if not (_output(args) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}" / FILE).exists():
+        if self._saved_at != state.global_step:  # known alike to all ranks, as a file is not
             self._save(args, state)
 
     def on_train_end(
@@ -178,6 +180,7 @@ class Search(TrainerCallback):
         def save_checkpoint(*arguments: Any, **keywords: Any) -> None:
             inner(*arguments, **keywords)
             self._save(trainer.args, trainer.state)
+            self._saved_at = trainer.state.global_step
 
         self._undo.append(put_in(trainer, _save_checkpoint=save_checkpoint))
 
