@@ -115,7 +115,7 @@ class SlopeSum(SummedSlopes):
         late_costly: the same from `early_until` on, where tau is above `early_gate`, the window's held-out loss is no
             higher than its training loss, and the base is no more than `late_below` below the schedule as given.
             Without a known end there is none.
-        late_below: in coordinates. A window that follows such a move says how it went.
+        late_below: in coordinates.
         max_boost: how many times larger that makes it.
         saturation: tau at which a move down is as large as it gets.
         raise_saturation: |tau| at which a move up is: slopes are small where decay is too weak.
@@ -152,7 +152,7 @@ class SlopeSum(SummedSlopes):
         if context.before(self.early_until):
             boost = self._boost(state, context, self.costly)
             gate = gate if boost > 1.0 else max(gate, self.early_gate)
-        elif self._is_late_and_plain(state, estimate, context):
+        elif self._is_proven_late(state, estimate, context):
             boost = self._boost(state, context, self.late_costly)
         scale = min(boost * scale, self.max_scale)
         return gated_move(state.tau, self.rate, gate, self.saturation, scale) or None
@@ -162,8 +162,8 @@ class SlopeSum(SummedSlopes):
         cost = state.total * context.base / state.fall if state.fall > 0.0 else 0.0
         return min(max(cost / costly, 1.0), self.max_boost)
 
-    def _is_late_and_plain(self, state: SlopeSumState, estimate: Estimate, context: Context) -> bool:
-        """Whether a run whose end is known has well proven that it wants less, and shows no overfitting."""
+    def _is_proven_late(self, state: SlopeSumState, estimate: Estimate, context: Context) -> bool:
+        """Whether a first move down is well proven, in a run whose end is known and whose window is not overfitted."""
         if context.total_steps is None or state.tau <= self.early_gate or context.shift < -self.late_below:
             return False
         gap = gap_of(estimate, context)
