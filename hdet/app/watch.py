@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import html
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,6 +28,8 @@ from hdet.digits import four_digits, loss_digits
 from hdet.errors import ConfigError
 from hdet.record import WindowRecord
 from hdet.report import ReportedRun, page, verdicts
+from hdet.report.together import headings
+from hdet.report.verdict import Verdict
 
 LATEST_FAULTS = 3
 DAY = 86_400.0
@@ -69,11 +72,12 @@ def watch(
     if once or not console.is_terminal:
         console.print(shown(seen))
         return
-    with Live(shown(seen), console=console, auto_refresh=False, screen=False) as live, _left_by_ctrl_c():
+    view = fitted(seen, console)
+    with Live(view, console=console, auto_refresh=False, screen=False) as live, _left_by_ctrl_c():
         while not seen.over:
             time.sleep(every)
             seen = _look(run)
-            live.update(shown(seen), refresh=True)
+            live.update(fitted(seen, console), refresh=True)
 
 
 @contextmanager
@@ -125,24 +129,54 @@ def _look(run: Path) -> ReportedRun:
 
 
 def shown(run: ReportedRun) -> Group:
-    """One view of a run."""
+    """One view of a run: what it did, then a row for each knob."""
+    found = verdicts(run.windows) if run.windows else []
+    return Group(*_course(run), *([_knobs([(one.knob, [one]) for one in found], run)] if found else []))
+
+
+def fitted(run: ReportedRun, console: Console) -> Group:
+    """A view that a terminal shows whole: where its rows are too many, knobs of one judgement share a row."""
+    whole = shown(run)
+    if _height(whole, console) <= console.height or not run.windows:
+        return whole
+    course = _course(run)
+    by_name = {verdict.knob: verdict for verdict in verdicts(run.windows)}
+    found = headings([run.windows])
+    kinds = Counter(heading.kind for heading in found)
+    found.sort(key=lambda heading: kinds[heading.kind])  # of many of one kind the last are left out
+    rows = [(heading.name, [by_name[knob] for knob in heading.knobs]) for heading in found]
+    for count in range(min(len(rows), console.height), 0, -1):
+        more = sum(len(alike) for _, alike in rows[count:])
+        told = [Text(f"and {more} more; hdet watch --once shows all")] if more else []
+        view = Group(*course, _knobs(rows[:count], run), *told)
+        if _height(view, console) <= console.height:
+            break
+    return view
+
+
+def _height(view: Group, console: Console) -> int:
+    return len(console.render_lines(view, pad=False))
+
+
+def _course(run: ReportedRun) -> list[Text | Padding]:
+    """What a run did, and how it ended."""
     if not run.windows:
-        return Group(Text(f"{one_line(run.name)}: no window has closed yet"))
+        return [Text(f"{one_line(run.name)}: no window has closed yet")]
     last = run.windows[-1]
     steps = run.declared.get("steps")
-    parts: list[Text | Padding | Table] = [Text(_headline(run.name, last, steps))]
+    parts: list[Text | Padding] = [Text(_headline(run.name, last, steps))]
     if isinstance(steps, int):
         parts.append(Padding(ProgressBar(total=steps, completed=last.stop, width=60)))  # a bar alone ends no line
-    parts += [_losses(run), _knobs(run)]
+    parts.append(_losses(run))
     faults = [(record, fault) for record in run.windows for fault in record.faults]
     if faults:
-        parts.append(Text(f"{len(faults)} faults, the latest:"))
+        parts.append(Text(f"{len(faults)} fault{'s' * (len(faults) > 1)}, the latest:"))
     for record, fault in faults[-LATEST_FAULTS:]:
         told = "  ".join(f"{name} {value}" for name, value in fault.items())
         parts.append(Text(one_line(f"  window {record.window + 1}: {told}")))
     if run.held_out_loss is not None:
         parts.append(Text(_ending(run, loss_digits(run.held_out_loss))))
-    return Group(*parts)
+    return parts
 
 
 def _ending(run: ReportedRun, loss: str) -> str:
@@ -168,10 +202,25 @@ def _losses(run: ReportedRun) -> Text:
     )
 
 
-def _knobs(run: ReportedRun) -> Table:
+def _knobs(rows: Sequence[tuple[str, Sequence[Verdict]]], run: ReportedRun) -> Table:
+    """A row for each name; of several knobs the smallest and the largest value, and how many are trusted how far."""
     table = whole_table("knob", "set to", "learned", "now", "trust")
-    for verdict in verdicts(run.windows):
-        now = run.windows[-1].bases.get(verdict.knob)
-        numbers = ("-" if value is None else four_digits(value) for value in (verdict.start, verdict.end, now))
-        table.add_row(*(Text(cell) for cell in (one_line(verdict.knob), *numbers, verdict.trust)))
+    bases = run.windows[-1].bases
+    for name, found in rows:
+        values = ([one.start for one in found], [one.end for one in found], [bases.get(one.knob) for one in found])
+        numbers = map(_range, values)
+        table.add_row(*(Text(cell) for cell in (one_line(name), *numbers, _trust(found))))
     return table
+
+
+def _range(values: Sequence[float | None]) -> str:
+    told = [value for value in values if value is not None]
+    if not told:
+        return "-"
+    low, high = four_digits(min(told)), four_digits(max(told))
+    return low if low == high else f"{low} to {high}"
+
+
+def _trust(found: Sequence[Verdict]) -> str:
+    counts = Counter(one.trust for one in found)
+    return ", ".join(trust if len(counts) == 1 else f"{count} {trust}" for trust, count in counts.most_common())

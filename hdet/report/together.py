@@ -29,9 +29,14 @@ class Heading:
         return self.knobs[0]
 
     @property
+    def kind(self) -> str:
+        """What they all are, such as `learning_rate`."""
+        return _kind(self.first)
+
+    @property
     def name(self) -> str:
         """What it is called."""
-        return self.first if len(self.knobs) == 1 else f"{_kind(self.first)} of {len(self.knobs)} groups"
+        return self.first if len(self.knobs) == 1 else f"{self.kind} of {len(self.knobs)} groups"
 
 
 def headings(histories: Sequence[Sequence[WindowRecord]]) -> list[Heading]:
