@@ -82,6 +82,15 @@ def of_these(replicas: Replicas, model: nn.Module, optimizer: Optimizer) -> None
         )
 
 
+def as_many_passes(replicas: Replicas, micro_batches: int | None) -> None:
+    """A number of micro-batches that is given beside replicas is that of theirs."""
+    if micro_batches not in (None, passes := len(replicas.local)):
+        raise ConfigError(
+            f"micro_batches={micro_batches} was given beside replicas= of {passes} passes a step; leave it out, or "
+            f"make the replicas with it"
+        )
+
+
 def can_be_trained_later() -> None:
     """What is made now can be written over in training."""
     if torch.is_inference_mode_enabled():

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 
+from hdet.errors import ConfigError
 from hdet.nn.attention import attention, explicit_attention
 from hdet.nn.knob_tensor import SMALLEST, KnobAttribute, KnobModule, KnobTensor
+
+ROUNDING = 16
+"""Errors of rounding by which a tensor that is made from others may miss what it is to be."""
 
 
 class MultiheadAttention(KnobModule, nn.MultiheadAttention):
@@ -143,15 +149,39 @@ class MultiheadAttention(KnobModule, nn.MultiheadAttention):
         """Divide the query's projection by the temperature and set the temperature to 1: the same function.
 
         Call it when training is over: the optimizer's state still belongs to the weights as they were.
+
+        Raises:
+            ConfigError: a projection is made from other tensors in a way that cannot make it a divided one, as by
+                `spectral_norm`. The module is as it was.
         """
+        if self.temperature == 1.0:
+            return
         tempered = _Tempered(self)
-        for name in _QUERY_PARAMETERS:
-            parameter = getattr(self, name)
+        given = {name: parameter for name in _QUERY_PARAMETERS if (parameter := getattr(self, name)) is not None}
+        before = copy.deepcopy(self.state_dict())
+        for name, parameter in given.items():
+            if not isinstance(parameter, nn.Parameter) and not self._make(name, getattr(tempered, name)):
+                self.load_state_dict(before)
+                raise ConfigError(
+                    f"the temperature cannot be folded into {name}, which a parametrization or a hook makes from other "
+                    f"tensors, in a way that does not make a divided one of any; make it a parameter first, as by "
+                    f"torch.nn.utils.parametrize.remove_parametrizations(module, {name!r})"
+                )
+        for name, parameter in given.items():
             if isinstance(parameter, nn.Parameter):
                 parameter.copy_(getattr(tempered, name))
-            elif parameter is not None:  # parametrized, so that what it was made from is to change
-                setattr(self, name, getattr(tempered, name))
         self.temperature = 1.0
+
+    def _make(self, name: str, wanted: Tensor) -> bool:
+        """Change what a parametrized tensor is made from, and tell whether it is the wanted one then."""
+        if not parametrize.is_parametrized(self, name):
+            return False  # a hook would overwrite it
+        try:
+            setattr(self, name, wanted)
+        except (RuntimeError, ValueError):  # it has no right inverse, or none of this
+            return False
+        error = torch.linalg.vector_norm(getattr(self, name) - wanted)
+        return bool(error <= ROUNDING * torch.finfo(wanted.dtype).eps * torch.linalg.vector_norm(wanted))
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value `[N, L or S, E]` projected and split to `[N, heads, L or S', E / heads]`."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hdet.engine.admission import counted, declared, listed, of_these, switched, trained
+from hdet.engine.admission import as_many_passes, counted, declared, listed, of_these, switched, trained
 from hdet.engine.engine import Engine
 from hdet.engine.guard import Guard
 from hdet.engine.tail import Tail, possible
@@ -170,11 +170,8 @@ def attach(
     tensors.reshard(model)  # a look at the model, as a trainer has before it trains, leaves it gathered
     if replicas is not None:
         of_these(replicas, model, optimizer)
-        if not replicas.diverge and micro_batches not in (None, passes := len(replicas.local)):
-            raise ConfigError(
-                f"micro_batches={micro_batches} was given beside replicas= of {passes} passes a step; leave it out, or "
-                f"make the replicas with it"
-            )
+        if not replicas.diverge:
+            as_many_passes(replicas, micro_batches)
     _end_earlier(model, optimizer)
     exclude, apart = excluding(exclude), ""
     follower = _follower(optimizer, scheduler, scheduler_every, schedule, total_steps)

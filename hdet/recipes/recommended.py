@@ -14,7 +14,17 @@ from torch.optim import Optimizer
 
 from hdet.controllers import Calibrate, Pooled
 from hdet.controllers.rules import Fall
-from hdet.engine.admission import counted, declared, listed, of_these, trained, unique_names, whole, windows
+from hdet.engine.admission import (
+    as_many_passes,
+    counted,
+    declared,
+    listed,
+    of_these,
+    trained,
+    unique_names,
+    whole,
+    windows,
+)
 from hdet.engine.defaults import complete
 from hdet.engine.engine import Engine
 from hdet.engine.guard import Guard, Rewind
@@ -427,7 +437,7 @@ def recommended(
     total_steps: int,
     probe: Probe,
     objective: Objective | None = None,
-    micro_batches: int = 1,
+    micro_batches: int | None = None,
     replicas: Replicas | None = None,
     schedule: Schedule | None = None,
     seed: int = 0,
@@ -464,8 +474,8 @@ def recommended(
         probe: held-out loss; 8 sub-batches, together about as large as one training batch.
         objective: the training loss and training batches. Where the model is sharded over ranks, dropout and label
             smoothing are explored by `MixedDifference`, which needs it, and left alone without it.
-        micro_batches: how many micro-batches (gradient accumulation) make a step. More than one lets forward
-            knobs be compared within a step; with one they are compared between steps, more noisily.
+        micro_batches: how many micro-batches (gradient accumulation) make a step, by default 1. More than one lets
+            forward knobs be compared within a step; with one they are compared between steps, more noisily.
         replicas: instead, replicas made by `hdet.replicate` or `hdet.distribute`, of this model and optimizer.
         schedule: of the learning rate, instead of 30 % warm-up and a straight line to 0.
         seed: of what hdet draws: which levels a pass has, and the random numbers of passes that are compared.
@@ -500,11 +510,12 @@ def recommended(
     listed(knobs)
     trained(optimizer)
     total_steps = counted("total_steps", total_steps)
-    micro_batches = counted("micro_batches", micro_batches)
+    micro_batches = None if micro_batches is None else counted("micro_batches", micro_batches)
     declared("replicas", replicas, Replicas, type(None))
     if replicas is not None:
         tensors.reshard(model)  # a look at the model before it trains leaves it gathered
         of_these(replicas, model, optimizer)
+        as_many_passes(replicas, micro_batches)
     choices = choose(
         model,
         optimizer,
@@ -521,7 +532,7 @@ def recommended(
     if not quiet:
         print(describe(choices, guard=guard, tail=tail))
     return Engine(
-        replicas if replicas is not None else in_process.micro_batches(model, optimizer, micro_batches),
+        replicas if replicas is not None else in_process.micro_batches(model, optimizer, micro_batches or 1),
         [choice.knob for choice in choices if choice.knob is not None],
         window=window if window is not None else GrowingWindow(),
         signal=probe,

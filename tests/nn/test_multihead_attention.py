@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from hdet.errors import ConfigError
 from hdet.nn import MultiheadAttention
@@ -328,6 +329,34 @@ def test_folding_changes_what_a_parametrized_weight_is_made_from() -> None:
     module.fold_temperature_()
     assert module.temperature == 1.0
     torch.testing.assert_close(module(x, x, x)[0], expected)
+
+
+class Doubled(nn.Module):
+    """A parametrization without `right_inverse`."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        nn.utils.parametrizations.spectral_norm,
+        nn.utils.parametrizations.orthogonal,
+        lambda module, name: nn.utils.parametrize.register_parametrization(module, name, Doubled()),
+        lambda module, name: prune.random_unstructured(module, name, 0.3),
+    ],
+)
+def test_folding_into_what_cannot_be_divided_is_refused_and_changes_nothing(make: Any) -> None:
+    module = MultiheadAttention(WIDTH, HEADS, temperature=2.0).eval()
+    nn.init.normal_(module.in_proj_bias)
+    make(module, "in_proj_weight")
+    x = torch.randn(3, 2, WIDTH)
+    expected = module(x, x, x)[0]
+    with pytest.raises(ConfigError, match="the temperature cannot be folded into in_proj_weight, which a param"):
+        module.fold_temperature_()
+    assert module.temperature == 2.0
+    assert torch.equal(module(x, x, x)[0], expected)
 
 
 def test_reset_parameters_at_any_temperature() -> None:

@@ -493,6 +493,17 @@ def test_replicas_may_be_given() -> None:
         hdet.recommended(model, adamw(model), total_steps=STEPS, probe=probe(), replicas=given, quiet=True)
 
 
+def test_a_number_of_micro_batches_beside_replicas_is_that_of_theirs() -> None:
+    model = network()
+    optimizer = adamw(model)
+    given = hdet.micro_batches(model, optimizer, 2)
+    options = {"total_steps": STEPS, "probe": probe(), "replicas": given, "quiet": True}
+    for micro_batches in (1, 4):
+        with pytest.raises(ConfigError, match=f"micro_batches={micro_batches} was given beside replicas= of 2 passes"):
+            hdet.recommended(model, optimizer, micro_batches=micro_batches, **options)
+    assert hdet.recommended(model, optimizer, micro_batches=2, **options).size == 2
+
+
 # -- what it is good for --------------------------------------------------------------------------
 
 LONG = 500
