@@ -194,6 +194,7 @@ class Exploring(LRScheduler):
         elif self._exploration is not None and self._exploration.replicas.size > 1:
             self._exploration.alike(self.get_last_lr())
             self._start(self.last_epoch)
+            self._exploration.engine.history.expect(0)
         else:
             self._exploration = None
 

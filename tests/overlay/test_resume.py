@@ -153,14 +153,16 @@ def test_a_state_that_is_refused_changes_nothing(wrap: str, late: bool) -> None:
     assert all(torch.equal(own, same) for own, same in zip(job.weights(), twin.weights(), strict=True))
 
 
+@pytest.mark.parametrize("given", [Path, hdet.History])
 @pytest.mark.parametrize("make", [one_cycle, cosine])
-def test_beside_a_file_that_holds_windows_no_other_exploration_begins(make: Any, tmp_path: Path) -> None:
+def test_beside_a_file_that_holds_windows_no_other_exploration_begins(make: Any, given: Any, tmp_path: Path) -> None:
     """A plain scheduler's state would begin one, and the one under way goes on."""
-    job, twin = (Job(partial(make, history=tmp_path / name)) for name in ("own", "same"))
+    job, twin = (Job(partial(make, history=given(tmp_path / name))) for name in ("own", "same"))
     for each in (job, twin):
         each.train(until=10)
     plain = {key: value for key, value in job.scheduler.state_dict().items() if key != "hdet"}
-    with pytest.raises(HdetError, match="already holds windows up to 1: a run that goes on there is given"):
+    told = ": a run that goes on there is given" if given is Path else ", and window 0 is to be run"
+    with pytest.raises(HdetError, match=f"already holds windows up to 1{told}"):
         job.scheduler.load_state_dict(plain)
     assert job.train(until=TOTAL) == twin.train(until=TOTAL)
     assert all(torch.equal(own, same) for own, same in zip(job.weights(), twin.weights(), strict=True))
