@@ -103,7 +103,7 @@ def load_state_dict(cycle: Cycle, state: dict[str, Any], going_back: Callable[[]
         CheckpointError: another format, other knobs, or a model that does not fit; or another process cannot load its
             state, or loads one of another run or moment. The engine is as it was.
     """
-    refuse_unless_all(cycle, _problem(cycle, state))
+    refuse_unless_all(cycle, attempted(lambda: require(cycle, state)))
     together = _in_one_step(cycle, state)
     before, how = state_dict(cycle), _continuation(cycle, state, together)
     failure = attempted(lambda: _load_point(cycle, state, how))
@@ -167,17 +167,17 @@ def attempted(load: Callable[[], None]) -> HdetError | None:
     return None
 
 
-def _problem(cycle: Cycle, state: Mapping[str, Any]) -> HdetError | None:
-    """Why a state cannot be loaded, as far as that shows beforehand: all that is read of it before it is loaded."""
+def require(cycle: Cycle, state: Mapping[str, Any]) -> None:
+    """Whether a state can be loaded, as far as that shows beforehand: all that is read of it before it is loaded.
 
-    def look() -> None:
-        check(cycle, state)
-        require_fit(cycle, state)
-        cycle.history.require(_windows(state), state["converged"]["step"])
-        _moment(cycle, state)
-        _known_and_same(cycle, state)
-
-    return attempted(look)
+    Raises:
+        HdetError: it cannot.
+    """
+    check(cycle, state)
+    require_fit(cycle, state)
+    cycle.history.require(_windows(state), state["converged"]["step"])
+    _moment(cycle, state)
+    _known_and_same(cycle, state)
 
 
 def _windows(state: Mapping[str, Any]) -> int:

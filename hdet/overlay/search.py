@@ -285,13 +285,15 @@ class Search(AbstractContextManager["Search"]):
         _require_parts(state, self.model)
         self._riding.rates.require_courses(state["rates"])
         self._require_seats(state["micro_batches"])
-        with_frozen(state["engine"], self.engine.hosts[0][0])
+        whole = with_frozen(state["engine"], self.engine.hosts[0][0])
         if state["part"] != self._part:
             raise CheckpointError(
                 f"the search's state is of {_named(state['part'])}, and this is {_named(self._part)}: save "
                 f"search.all_ranks.state_dict(), which all ranks call together, load it by "
                 f"search.all_ranks.load_state_dict(), and resume on as many ranks"
             )
+        if state["micro_batches"] in (None, len(self.engine.replicas)):  # else an engine is made for it
+            snapshot.require(self.engine.cycle, whole)
 
     def _require_seats(self, saved: int | None) -> None:
         if saved is not None and not (isinstance(saved, int) and saved > 0):

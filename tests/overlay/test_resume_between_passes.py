@@ -10,6 +10,7 @@ import torch
 from attach_parts import adamw, batch, loss_of, network, probe
 
 import hdet
+from hdet.errors import CheckpointError
 from hdet.evidence.contrast import ContrastCollector
 
 STEPS = 60
@@ -110,6 +111,35 @@ def test_a_step_under_way_is_made_anew_and_counts_once(at: int, straight: dict[b
     resumed.train(at, STEPS)
     assert not traces.rejected
     assert 0.0 < traces.weights.sum() < other.weights.sum()
+
+
+@pytest.mark.parametrize("passes", [0.5, 1, 2])
+def test_a_state_that_is_refused_in_the_middle_of_a_step_takes_nothing_from_it(
+    passes: float, straight: dict[bool, Run], assert_same: Any
+) -> None:
+    """After a forward, a pass, or all passes."""
+    run = Run()
+    another = Run(exclude=["dropout"]).search.state_dict()
+
+    def refused() -> None:
+        with pytest.raises(CheckpointError, match="written with other knobs"):
+            run.search.load_state_dict(copy.deepcopy(another))
+
+    for step in range(STEPS):
+        torch.manual_seed(2 * step)
+        loss = run.search.loss(loss_of(run.model, batch(step, 0))) / 2
+        if passes == 0.5 and step > 0:
+            refused()
+        loss.backward()
+        if passes == 1 and step > 0:
+            refused()
+        run.take(step, 1)
+        if passes == 2 and step > 0:
+            refused()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    assert_same(run.model.state_dict(), straight[False].model.state_dict())
+    assert run.readings == straight[False].readings
 
 
 def test_a_state_may_be_asked_for_between_forward_and_backward() -> None:
