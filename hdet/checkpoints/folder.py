@@ -9,6 +9,7 @@ import uuid
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as until_done
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,9 @@ from hdet.user_warning import warn
 KEY = "hdet"
 ENDED = ".ended"
 """What the name of a checkpoint ends with if `Engine.finish` had ended the run before its last step."""
+
+UNDER_WAY: dict[Future[None], Path] = {}
+"""The saves in the background of this process, and the folders that they write to."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,8 @@ class CheckpointFolder:
 
         snapshot.refuse_of_a_search(engine.cycle)
         self.wait()
+        here = self.path.resolve()
+        until_done([saving for saving, folder in list(UNDER_WAY.items()) if folder == here])  # another object's
         wait = wait or engine.finished
         target = self.path / _name(engine)
         group = everyone(engine)
@@ -112,7 +118,10 @@ class CheckpointFolder:
                         publish(part, target, run, group)
 
                     publisher = ThreadPoolExecutor(1)
-                    self._saving = Saving(engine, target, publisher.submit(finish))
+                    published = publisher.submit(finish)
+                    self._saving = Saving(engine, target, published)
+                    UNDER_WAY[published] = here
+                    published.add_done_callback(UNDER_WAY.pop)
                     publisher.shutdown(wait=False)  # its thread ends with the save
                     if group is not None:
                         BEFORE_THE_END.add(self.wait)

@@ -8,6 +8,7 @@ import json
 import pickle
 import re
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -367,6 +368,37 @@ def test_a_save_in_the_background_gets_its_name_without_anybody_waiting(
         assert time.monotonic() < end
         time.sleep(0.01)
     assert hdet.checkpoints.CheckpointFolder(tmp_path).resume(start()) == 4
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("background", [True, False])
+def test_a_save_waits_for_one_in_the_background_to_the_same_folder(
+    start: Callable[[], hdet.Engine],
+    train: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    background: bool,
+) -> None:
+    """Whose unfinished files it would take for those of a save that was cut short."""
+
+    written = threading.Event()
+
+    def slowly(*arguments: Any) -> None:
+        written.set()
+        time.sleep(1.0)
+        publish(*arguments)
+
+    monkeypatch.setattr(folder, "publish", slowly)
+    engine = start()
+    first, second = (hdet.checkpoints.CheckpointFolder(tmp_path / path) for path in ("", "../" + tmp_path.name))
+    train(engine, 4)
+    first.save(engine, wait=False)
+    assert written.wait(60)
+    train(engine, 8)
+    second.save(engine, wait=not background)
+    first.wait()
+    second.wait()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000004", "step_00000008"]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
