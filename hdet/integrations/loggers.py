@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,10 +21,15 @@ from hdet.user_warning import warn
 
 MOST_EACH = 8
 """Knobs of one kind that are logged each by its name."""
+TWICE = 2
+"""Times that windows went back, after which they are of several searches: one goes back where a state is loaded."""
+
+_written: dict[tuple[str, str, str], tuple[int, int]] = {}
+"""By kind, place and prefix of loggers, the step that was written last, and how often windows went back."""
 
 
-def metrics(record: WindowRecord) -> dict[str, float]:
-    """A window's outcome, its names in groups; what is not finite is left out.
+def metrics(record: WindowRecord, prefix: str = "hdet") -> dict[str, float]:
+    """A window's outcome, its names in groups after a prefix; what is not finite is left out.
 
     | name | is |
     |---|---|
@@ -45,12 +51,12 @@ def metrics(record: WindowRecord) -> dict[str, float]:
         "now": record.bases,
         "evidence": {name: own["t"] for name, own in record.estimates.items() if own.get("t") is not None},
     }
-    found = {f"hdet/{what}/{name}": value for what, own in told.items() for name, value in _summed_up(own).items()}
-    found["hdet/window/loss"] = record.loss
-    found["hdet/window/steps"] = float(record.stop - record.start)
-    found["hdet/window/seconds"] = record.seconds
-    found["hdet/window/closing"] = record.closing
-    found["hdet/window/faults"] = float(len(record.faults))
+    found = {f"{prefix}/{what}/{name}": value for what, own in told.items() for name, value in _summed_up(own).items()}
+    found[f"{prefix}/window/loss"] = record.loss
+    found[f"{prefix}/window/steps"] = float(record.stop - record.start)
+    found[f"{prefix}/window/seconds"] = record.seconds
+    found[f"{prefix}/window/closing"] = record.closing
+    found[f"{prefix}/window/faults"] = float(len(record.faults))
     return {name: float(value) for name, value in found.items() if math.isfinite(value)}
 
 
@@ -73,26 +79,51 @@ class WindowLogger(ABC):
     """Writes each window's numbers; a subclass says where, by `write`.
 
     Only rank 0 writes. A logger that fails warns once and writes no more: training goes on.
+
+    Args:
+        prefix: what all names begin with. Several searches that write to one place have one each, in loggers of their
+            own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, prefix: str = "hdet") -> None:
+        self._prefix = prefix
         self._failed = False
+        self._own_place = secrets.token_hex(8)
 
     @abstractmethod
     def write(self, metrics: Mapping[str, float], step: int) -> None:
         """Write numbers by name, for the optimizer step that a window stopped at."""
 
+    @property
+    def place(self) -> str:
+        """What tells where it writes: there, loggers with one prefix write one series."""
+        return self._own_place
+
     def __call__(self, record: WindowRecord) -> None:
         """A window has closed."""
         if self._failed or (dist.is_available() and dist.is_initialized() and dist.get_rank() != 0):
             return
+        self._notice_others(record)
         try:
-            self.write(metrics(record), record.stop)
+            self.write(metrics(record, self._prefix), record.stop)
         except Exception as error:  # whatever a service or a disk can raise
             self._failed = True
             warn(
                 f"{type(self).__name__} could not write window {record.window} ({type(error).__name__}: {error}) and "
                 f"is left out from now on; training goes on, and search.history has every window"
+            )
+
+    def _notice_others(self, record: WindowRecord) -> None:
+        """Say it once where the windows are of several searches."""
+        series = (type(self).__name__, self.place, self._prefix)
+        last, times = _written.get(series, (0, 0))
+        back = record.start < last
+        _written[series] = (record.stop, times + back)
+        if back and times + 1 == TWICE:
+            warn(
+                f"the windows that {type(self).__name__} writes as {self._prefix}/... are of several searches, whose "
+                f"series overwrite each other: give each search a logger of its own, with another prefix= (or the one "
+                f"search has been put back {TWICE} times)"
             )
 
 
@@ -106,9 +137,14 @@ class JSONLines(WindowLogger):
     '{"step": 5, "hdet/value/learning_rate": 0.1}\\n'
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__()
+    def __init__(self, path: str | os.PathLike[str], *, prefix: str = "hdet") -> None:
+        super().__init__(prefix=prefix)
         self._path = Path(path)
+
+    @property
+    def place(self) -> str:
+        """The file."""
+        return str(self._path.resolve())
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
         """Append a line."""
@@ -122,17 +158,23 @@ class TensorBoard(WindowLogger):
 
     Args:
         writer: a folder for event files, or a `torch.utils.tensorboard.SummaryWriter`.
+        prefix: of `WindowLogger`.
 
     Raises:
         MissingExtraError: TensorBoard is not installed.
     """
 
-    def __init__(self, writer: Any) -> None:
-        super().__init__()
+    def __init__(self, writer: Any, *, prefix: str = "hdet") -> None:
+        super().__init__(prefix=prefix)
         self._folder = None if hasattr(writer, "add_scalar") else writer
         self._writer = writer if self._folder is None else None
         if self._folder is not None:
             _require("tensorboard")
+
+    @property
+    def place(self) -> str:
+        """The folder."""
+        return str(self._folder or getattr(self._writer, "log_dir", super().place))
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
         """Add a point to each curve."""
@@ -146,24 +188,30 @@ class TensorBoard(WindowLogger):
 
 
 class WandB(WindowLogger):
-    """Curves of a Weights & Biases run, over `hdet/step`, so that the run's own step count is left alone.
+    """Curves of a Weights & Biases run, over `PREFIX/step`, so that the run's own step count is left alone.
 
     Args:
         run: what `wandb.init` returned; on ranks other than 0 it may be None.
+        prefix: of `WindowLogger`.
     """
 
-    def __init__(self, run: Any) -> None:
-        super().__init__()
+    def __init__(self, run: Any, *, prefix: str = "hdet") -> None:
+        super().__init__(prefix=prefix)
         self._run = run
         self._defined = False
+
+    @property
+    def place(self) -> str:
+        """The run."""
+        return str(getattr(self._run, "id", super().place))
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
         """Log a row."""
         if not self._defined:
-            self._run.define_metric("hdet/step", hidden=True)
-            self._run.define_metric("hdet/*", step_metric="hdet/step")
+            self._run.define_metric(f"{self._prefix}/step", hidden=True)
+            self._run.define_metric(f"{self._prefix}/*", step_metric=f"{self._prefix}/step")
             self._defined = True
-        self._run.log({**metrics, "hdet/step": step})
+        self._run.log({**metrics, f"{self._prefix}/step": step})
 
 
 class MLflow(WindowLogger):
@@ -171,15 +219,26 @@ class MLflow(WindowLogger):
 
     Args:
         run_id: of a run; by default the one that is active when a window closes.
+        prefix: of `WindowLogger`.
 
     Raises:
         MissingExtraError: MLflow is not installed.
     """
 
-    def __init__(self, run_id: str | None = None) -> None:
-        super().__init__()
+    def __init__(self, run_id: str | None = None, *, prefix: str = "hdet") -> None:
+        super().__init__(prefix=prefix)
         _require("mlflow")
         self._run_id = run_id
+
+    @property
+    def place(self) -> str:
+        """The run."""
+        if self._run_id is not None:
+            return self._run_id
+        import mlflow
+
+        active = mlflow.active_run()
+        return active.info.run_id if active is not None else super().place
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
         """Log a batch; characters that MLflow takes in no name become `_`."""
@@ -194,11 +253,18 @@ class Trackio(WindowLogger):
 
     Args:
         run: what `trackio.init` returned; on ranks other than 0 it may be None.
+        prefix: of `WindowLogger`.
     """
 
-    def __init__(self, run: Any) -> None:
-        super().__init__()
+    def __init__(self, run: Any, *, prefix: str = "hdet") -> None:
+        super().__init__(prefix=prefix)
         self._run = run
+
+    @property
+    def place(self) -> str:
+        """The run."""
+        own = super().place
+        return f"{getattr(self._run, 'project', own)}/{getattr(self._run, 'name', own)}"
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
         """Log a row."""

@@ -53,6 +53,30 @@ def test_json_lines(tmp_path: Path) -> None:
     assert {"hdet/factor/learning_rate", "hdet/now/learning_rate", "hdet/window/loss"} <= set(rows[0])
 
 
+@pytest.mark.parametrize("shared", [True, False], ids=["one logger", "a logger each"])
+def test_several_searches_in_one_series_are_told_of_and_a_prefix_tells_them_apart(shared: bool, tmp_path: Path) -> None:
+    path = tmp_path / "windows.jsonl"
+    log = hdet.loggers.JSONLines(path)
+    loggers = [log, log if shared else hdet.loggers.JSONLines(path)]
+    history = train().history
+
+    def write(loggers: list[Any]) -> None:
+        for record in history:
+            for logger in loggers:
+                logger(record)
+
+    with pytest.warns(UserWarning, match="are of several searches, whose series overwrite each other") as told:
+        write(loggers)
+    assert len(told) == 1
+    own = [hdet.loggers.JSONLines(tmp_path / "two.jsonl", prefix=prefix) for prefix in ("generator", "critic")]
+    write(own)
+    rows = [json.loads(line) for line in (tmp_path / "two.jsonl").read_text().splitlines()]
+    assert [next(name for name in row if name != "step").partition("/")[0] for row in rows] == [
+        "generator",
+        "critic",
+    ] * 4
+
+
 @pytest.mark.parametrize(("layers", "each"), [(8, True), (9, False)])
 def test_rates_of_many_matrices_are_logged_by_their_distribution(layers: int, each: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -86,6 +110,7 @@ def test_tensorboard(given: str, tmp_path: Path) -> None:
     from torch.utils.tensorboard import SummaryWriter
 
     search = train(hdet.loggers.TensorBoard(tmp_path if given == "folder" else SummaryWriter(str(tmp_path))))
+    assert hdet.loggers.TensorBoard(tmp_path).place == hdet.loggers.TensorBoard(SummaryWriter(str(tmp_path))).place
     page = EventAccumulator(str(tmp_path))
     page.Reload()
     assert [point.step for point in page.Scalars(NAME)] == [5, 10, 15, 20]
@@ -97,7 +122,8 @@ def test_mlflow_in_sqlite(tmp_path: Path) -> None:
 
     mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/runs.db")
     with mlflow.start_run() as run:
-        search = train(hdet.loggers.MLflow())
+        search = train(logger := hdet.loggers.MLflow())
+        assert logger.place == hdet.loggers.MLflow(run.info.run_id).place
     points = mlflow.MlflowClient().get_metric_history(run.info.run_id, NAME)
     assert [point.step for point in points] == [5, 10, 15, 20]
     assert [point.value for point in points] == pytest.approx(values(search))
@@ -109,10 +135,13 @@ def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("WANDB_SILENT", "true")
     run = wandb.init(mode="offline", dir=tmp_path, project="test")
     run.log({"own": 1.0})
-    search = train(hdet.loggers.WandB(run))
-    assert run.summary[NAME] == pytest.approx(values(search)[-1])
-    assert run.summary["hdet/step"] == 20
-    assert run.step == 1 + WINDOWS
+    loggers = hdet.loggers.WandB(run), hdet.loggers.WandB(run, prefix="critic")
+    assert loggers[0].place == loggers[1].place
+    search = train(*loggers)
+    for prefix in ("hdet", "critic"):
+        assert run.summary[f"{prefix}/value/learning_rate"] == pytest.approx(values(search)[-1])
+        assert run.summary[f"{prefix}/step"] == 20
+    assert run.step == 1 + 2 * WINDOWS
     run.finish()
 
 
