@@ -118,10 +118,12 @@ class ContrastCollector(Collector):
         self.renewed = False  # whether parameters were frozen or thawed in this window
         self.in_vain = 0  # such windows on end of which nothing was learned
         self.folding = GradientSketch(replicas.hosts, spec.sketch)
+        self.held_out: Tensor | None = None  # the probe's losses where its gradient was last taken in this window
         self.given: Tensor | None = None  # the sketch of the gradient of the pass under way
 
     def open(self, window: Window) -> None:
         self.seen = {}
+        self.held_out = None
         self._notice()
         self.levels.place(window, window.start, self.training)
         if self.half.any():
@@ -223,6 +225,8 @@ class ContrastCollector(Collector):
         self.stateless = self.stateless or leaves_no_state(self.scene)
         heard = [k for k, half in enumerate(self.half) if half > 0.0]
         estimates = self.record.close(heard, self.half, partial(self._aim, harvest.window))
+        if self.held_out is not None and not estimates:
+            self.scene.unusable.look_along(self.held_out, self.spec.kind)
         self._notice_in_vain(bool(heard) and not estimates)
         return self.levels.told(estimates, harvest)
 
@@ -281,6 +285,7 @@ class ContrastCollector(Collector):
         found = aim(self.scene, window.index, self.rate, stateless=self.stateless)
         if found is None:
             return None
+        self.held_out = found.losses
         direction = self.folding.folded_trained(found.step)
         if self.scene.apart:
             self.scene.replicas.take_firsts([direction])

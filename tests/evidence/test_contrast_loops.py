@@ -205,3 +205,15 @@ def test_a_resume_is_the_same_run_bit_for_bit(
             other.values,
         )
     assert torch.equal(whole.replicas[0].model.w, second.replicas[0].model.w)
+
+
+@pytest.mark.parametrize("horizon", [0, 16])
+def test_a_sub_batch_of_the_probe_that_is_not_finite_is_told_of_once(horizon: int) -> None:
+    """The gradient of all has it in it, and nothing is learned."""
+    engine = make([knob(evidence=Contrast(horizon=horizon))], batches=(1.0, math.nan), windows=3)
+    with pytest.warns(
+        UserWarning, match="contrast took its gradient, so that it learned nothing in that window"
+    ) as told:
+        records = train(engine)
+    assert len(told) == 1
+    assert [record.estimates["a"]["t"] for record in records] == [0.0] * 3

@@ -846,3 +846,11 @@ def test_a_gradient_apart_from_training_leaves_no_trace() -> None:
     assert not any(part.any() for part in found[3:])
     assert torch.equal(model[0].weight.grad, torch.ones(4, 3))
     assert all(parameter.grad is None for parameter in own[1:])
+
+
+def test_a_sub_batch_of_the_probe_that_is_not_finite_is_told_of_once() -> None:
+    engine = make([quiet()], held_out=(1.0, math.nan), windows=3)
+    with pytest.warns(UserWarning, match="mixed_difference took its gradient, so that it learned nothing") as told:
+        records = train(engine)
+    assert len(told) == 1
+    assert [record.estimates["quiet_in_mixed_tests"]["t"] for record in records] == [0.0] * 3

@@ -26,20 +26,20 @@ class Aim:
     Attributes:
         sums: of the gradients over the probe's losses, for each of `tensors.trained`, in its own dtype; of sharded
             ones this rank's part.
-        losses: how many there are.
+        losses: [J] these, of the sub-batches.
         scale: of one of them, by its place, P.
         loss: the mean probe loss, 0-dim.
     """
 
     sums: list[Tensor]
-    losses: int
+    losses: Tensor
     scale: Callable[[int, slice | None], Tensor | float]
     loss: Tensor
 
     def gradient(self, number: int, elements: slice | None = None) -> Tensor:
         """g_p of one of `tensors.trained`, or of some of its elements as of a vector, in float32 at least."""
         own = self.sums[number] if elements is None else self.sums[number].reshape(-1)[elements]
-        return tensors.wide(own) / float(self.losses)
+        return tensors.wide(own) / float(self.losses.numel())
 
     def step(self, number: int, elements: slice | None = None) -> Tensor:
         """v = P g_p of the same."""
@@ -98,7 +98,7 @@ def aim(scene: Scene, window: int, rate: float | None = None, *, stateless: bool
         # Without a state it has never had a gradient, as the rest of the optimizer has: nothing moves it.
         return 0.0 if found is None else found
 
-    return Aim(sums, known.numel(), scale, known.double().mean())
+    return Aim(sums, known, scale, known.double().mean())
 
 
 def _as_now(group: dict[str, Any]) -> dict[str, Any]:
