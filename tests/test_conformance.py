@@ -296,6 +296,10 @@ class Gain(hdet.Knob):
     def biases_loss(self) -> bool:
         return True
 
+    @property
+    def acts_in_eval(self) -> bool:
+        return True
+
     def bind(self, model: nn.Module, optimizer: Optimizer) -> Binding:
         return ModelBinding([hdet.hparams.binding.Attribute(model, "margin")], self.bounds)
 
@@ -373,6 +377,12 @@ def test_a_space_whose_coordinate_is_large_may_round_it() -> None:
     hdet.testing.check(CubeRoot())
 
 
+def test_a_spread_may_bound_its_width_and_take_off_a_mean() -> None:
+    hdet.spec.register(Narrow)
+    hdet.testing.check(Narrow(0.04))
+    hdet.testing.check(Narrow(0.0))
+
+
 def test_there_is_one_of_a_users_own_for_every_family_that_users_extend() -> None:
     assert {spec.family for spec in OWN} == {root.family for root in FAMILIES if root is not Guard}
 
@@ -395,6 +405,17 @@ def unregistered(cls: S) -> S:
     """A kind of its own, registered while it is checked."""
     cls.kind = f"conformance_{cls.__name__.lower()}"
     return cls
+
+
+@unregistered
+class Narrow(Spread):
+    """A width with an upper end, and levels whose mean was taken off: a little is left of it."""
+
+    width: float = Field(ge=0, le=0.05, kw_only=False)
+
+    def _levels(self, n: int) -> NDArray[np.float64]:
+        drawn = 1.0 + self.width * np.linspace(0.0, 1.0, n) ** 2
+        return drawn - drawn.mean()
 
 
 @unregistered
@@ -435,6 +456,22 @@ class Drawing(Design):
 
 
 @unregistered
+class Hashing(Design):
+    """Python's `hash` of a string is another in each process."""
+
+    def _assign(self, levels: Any, seed: int, window: int, names: Any, two_level: Any) -> NDArray[np.float64]:
+        return np.column_stack(
+            [np.roll(one, hash((name, window)) % 7) for one, name in zip(levels, names, strict=True)]
+        )
+
+
+@unregistered
+class Boundless(Schedule):
+    def __call__(self, t: int) -> float:
+        return 1.0
+
+
+@unregistered
 class Endless(Schedule):
     total_steps: int = 50
 
@@ -458,6 +495,46 @@ class Counting(Controller):
 
     def step(self, state: Steps, estimate: Estimate, context: Context) -> tuple[float, Steps]:
         return 0.0, replace(state, made=state.made + 1)
+
+
+@unregistered
+class Stranded(Shrinking):
+    """It does not know how to go on after the run went back."""
+
+    def retreat(self, state: Steps, context: Context, worked: float) -> tuple[float, Steps]:
+        return math.log(worked) - math.inf, state
+
+
+@unregistered
+class Forgotten(Shrinking):
+    def restart(self, state: Steps, context: Context) -> Any:
+        return 0.0
+
+
+@unregistered
+class Averaged(Shrinking):
+    """It takes for granted what not all evidence tells."""
+
+    def step(self, state: Steps, estimate: Estimate, context: Context) -> tuple[float, Steps]:
+        if not estimate.testable:
+            return 0.0, state
+        return super().step(state, estimate.averaged, context)  # type: ignore[arg-type]
+
+
+@unregistered
+class Farsighted(Rule):
+    """A rule that is asked of estimates ahead of the base alone."""
+
+    looks_ahead: ClassVar[bool] = True
+
+    def propose(self, state: NoState, estimate: Estimate, context: Context) -> float:
+        return math.nan
+
+
+@unregistered
+class Beginner(Always):
+    def begin(self, state: NoState, estimate: Estimate) -> Any:
+        return None
 
 
 @unregistered
@@ -496,6 +573,25 @@ class Leaking(LeastSquares):
 
 
 @unregistered
+class Plural(LeastSquares):
+    """It wants two sub-batches where there are any."""
+
+    def estimate(self, state: NoState, comparison: Comparison) -> tuple[list[Estimate], NoState]:
+        if comparison.losses.ndim == 2 and comparison.losses.shape[1] < 2:
+            raise ValueError("no scatter")
+        return super().estimate(state, comparison)
+
+
+@unregistered
+class Several(LeastSquares):
+    """Whether one knob costs is beyond it."""
+
+    def estimate(self, state: NoState, comparison: Comparison) -> tuple[list[Estimate], NoState]:
+        found, state = super().estimate(state, comparison)
+        return (found if len(found) > 1 else [Estimate.nothing()]), state
+
+
+@unregistered
 class Boastful(LeastSquares):
     def estimate(self, state: NoState, comparison: Comparison) -> tuple[list[Estimate], NoState]:
         found, state = super().estimate(state, comparison)
@@ -529,6 +625,89 @@ class First(Mean):
 class Trusting(Mean):
     def at_work(self, scene: Scene) -> Any:
         return MeanOf(scene, lambda n: [True] * n)
+
+
+@unregistered
+class Remembering(Mean):
+    """The mean in the first windows, the first replica from the third on; its count is not in its state."""
+
+    def at_work(self, scene: Scene) -> Any:
+        return Counted(scene)
+
+
+class Counted(Merger):
+    merged = 0
+
+    def merge(self, harvest: Harvest) -> None:
+        self.merged += 1
+        flags = [number == 0 or self.merged < 3 for number in range(len(harvest.valid))]
+        self.scene.replicas.mean((flags & harvest.valid).tolist(), "average")
+
+
+@unregistered
+class Labelled(Mean):
+    """Its state holds what is no number."""
+
+    def at_work(self, scene: Scene) -> Any:
+        class Merging(MeanTwice):
+            def state_dict(self) -> dict[str, Any]:
+                return {"family": Labelled}
+
+        return Merging(scene)
+
+
+@unregistered
+class Merged(Mean):
+    def at_work(self, scene: Scene) -> Any:
+        return None
+
+
+@unregistered
+class Silent(Gain):
+    """It does not say that its value acts in evaluation too, where contrasts leave that out."""
+
+    @property
+    def acts_in_eval(self) -> bool:
+        return False
+
+
+@unregistered
+class Unbiased(Gain):
+    @property
+    def biases_loss(self) -> bool:
+        return False
+
+
+@unregistered
+class Unbound(Gain):
+    def bind(self, model: nn.Module, optimizer: Optimizer) -> Any:
+        super().bind(model, optimizer)
+
+
+@unregistered
+class Listed(Gain):
+    def bind(self, model: nn.Module, optimizer: Optimizer) -> Any:
+        class Own(ModelBinding):
+            targets: ClassVar[Any] = [1]
+
+        return Own([hdet.hparams.binding.Attribute(model, "margin")], self.bounds)
+
+
+@unregistered
+class Rolling(Gain):
+    def bind(self, model: nn.Module, optimizer: Optimizer) -> Binding:
+        torch.rand(1)
+        return super().bind(model, optimizer)
+
+
+@unregistered
+class Suspicious(Gain):
+    def bind(self, model: nn.Module, optimizer: Optimizer) -> Binding:
+        class Own(ModelBinding):
+            def overwritten(self, value: float) -> Any:
+                return self.read()
+
+        return Own([hdet.hparams.binding.Attribute(model, "margin")], self.bounds)
 
 
 @unregistered
@@ -608,7 +787,60 @@ class Forgetful(Ends):
         return Counter(scene, knobs)
 
 
+class Ending(hdet.evidence.Collector):
+    """Tells something, and moves the weights at a window's end."""
+
+    def close(self, harvest: Harvest) -> dict[str, Estimate]:
+        with torch.no_grad():
+            for model, _ in self.scene.replicas.hosts:
+                next(model.parameters()).mul_(1.001)
+        return {knob.name: Estimate(0.1, stderr=0.1) for knob in self.knobs}
+
+
+class Entering(hdet.evidence.Collector):
+    """Leaves the weights elsewhere before a pass."""
+
+    def enter(self, replica: hdet.replicas.Replica, step: int) -> None:
+        with torch.no_grad():
+            next(replica.model.parameters()).mul_(1.001)
+
+    def close(self, harvest: Harvest) -> dict[str, Estimate]:
+        return {knob.name: Estimate(0.1, stderr=0.1) for knob in self.knobs}
+
+
+@unregistered
+class Straying(hdet.evidence.Evidence):
+    def collect(self, scene: Scene, knobs: Sequence[BoundKnob]) -> Collector:
+        return Ending(scene, knobs)
+
+
+@unregistered
+class Disturbing(hdet.evidence.Evidence):
+    def collect(self, scene: Scene, knobs: Sequence[BoundKnob]) -> Collector:
+        return Entering(scene, knobs)
+
+
 BREACHES: list[tuple[Spec, str, str]] = [
+    (Hashing(), "a_copy_of_it_decides_the_same", "where names have other hashes"),
+    (Boundless(), "values_are_finite", "it has no total_steps"),
+    (Stranded(), "going_back_is_taken", "retreat"),
+    (Forgotten(), "going_back_is_taken", "restart returned 0.0, not (move, state)"),
+    (Averaged(), "evidence_may_tell_less_or_more", "averaged=None"),
+    (Farsighted(), "rules_keep_the_laws_of_controllers", "it moves by nan"),
+    (Beginner(), "rules_keep_the_laws_of_controllers", "excess=0.9"),
+    (Plural(), "any_number_is_taken", "1 sub-batches it raised ValueError (no scatter)"),
+    (Several(), "any_number_is_taken", "of 12 replicas, 1 knobs and one loss"),
+    (Remembering(), "a_resume_is_the_same_run", "at the end of the run that was taken up"),
+    (Labelled(), "a_resume_is_the_same_run", "more than numbers and tensors: GLOBAL"),
+    (Merged(), "identical_replicas_stay_as_they_are", "at_work returned None"),
+    (Silent(), "what_it_changes_is_declared", "acts_in_eval is False"),
+    (Unbiased(), "what_it_changes_is_declared", "biases_loss is False"),
+    (Unbound(), "what_is_written_is_read", "bind returned None; it returns a binding"),
+    (Listed(), "what_is_written_is_read", "its targets are [1], which is no frozenset"),
+    (Rolling(), "what_is_written_is_read", "bind used or seeded torch's global generator"),
+    (Suspicious(), "what_is_written_is_read", "nobody wrote after it"),
+    (Straying(), "what_is_measured_is_put_back", "is not what training without it makes of it"),
+    (Disturbing(), "what_is_measured_is_put_back", "is not what training without it makes of it"),
     (OffCentre(0.2), "levels_sum_to_zero", "_levels(2) gave [-0.2, 0.22"),
     (Descending(0.2), "levels_ascend", ""),
     (Unbounded(), "the_domain_is_never_left", "outside (0.0, 1.0)"),

@@ -6,11 +6,11 @@ import json
 import math
 from dataclasses import replace
 
-from hdet.controllers import Controller, Estimate
+from hdet.controllers import Context, Controller, Estimate
 from hdet.controllers.state import from_plain, to_plain
 from hdet.errors import ConfigError
 from hdet.testing.course import LESSONS, contexts, course, estimate, step
-from hdet.testing.law import require
+from hdet.testing.law import BreachError, broken, require
 
 EXTREMES = (-1e100, -1e-300, 1e-300, 1e100)
 SILENT = (
@@ -41,6 +41,39 @@ def moves_are_finite(controller: Controller) -> None:
     for state, _, context in course(controller):
         for given in [*LESSONS, *extreme]:
             step(controller, state, given, context)
+
+
+def evidence_may_tell_less_or_more(controller: Controller) -> None:
+    """Without a judgement at averaged weights (unless it `needs_averaged`), in a first window, and of a value ahead."""
+    for state, lesson, context in course(controller):
+        told = [replace(lesson, excess=0.9, own_excess=0.9), replace(lesson, excess=5.0, own_excess=0.9)]
+        told += [replace(lesson, offset=0.5)]
+        told += [] if controller.needs_averaged else [replace(lesson, averaged=None)]
+        for given in told:
+            try:
+                to_plain(step(controller, state, given, context)[1])
+            except BreachError:
+                raise
+            except Exception as error:
+                broken(f"after {given} in {context} it raised {type(error).__name__} ({error})")
+
+
+def going_back_is_taken(controller: Controller) -> None:
+    """After the run went back, or began anew, the move is finite and the state one that the controller goes on from."""
+    for state, lesson, context in course(controller):
+        kept = json.dumps(to_plain(state))
+        for worked in (0.5 * context.base, context.base):
+            _goes_on(controller, controller.retreat(state, context, worked), "retreat", lesson, context)
+        _goes_on(controller, controller.restart(state, context), "restart", lesson, context)
+        require(json.dumps(to_plain(state)) == kept, f"the state it was given, {kept}, became {state}")
+
+
+def _goes_on(controller: Controller, answer: object, method: str, lesson: Estimate, context: Context) -> None:
+    pair = answer if isinstance(answer, tuple) and len(answer) == 2 else None
+    if pair is None:
+        broken(f"{method} returned {answer!r}, not (move, state)")
+    require(math.isfinite(pair[0]), f"{method} moves by {pair[0]} in {context}")
+    step(controller, from_plain(controller.start(), json.loads(json.dumps(to_plain(pair[1])))), lesson, context)
 
 
 def an_open_end_is_taken_or_refused(controller: Controller) -> None:

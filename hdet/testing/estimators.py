@@ -6,6 +6,7 @@ import copy
 import json
 import math
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,9 @@ from numpy.typing import NDArray
 from hdet.controllers import Estimate
 from hdet.controllers.estimators import Comparison, Estimator
 from hdet.controllers.state import from_plain, to_plain
-from hdet.hparams import Hadamard, TwoLevel
-from hdet.testing.law import require
+from hdet.errors import ConfigError
+from hdet.hparams import Hadamard, Permutation, TwoLevel
+from hdet.testing.law import BreachError, broken, require
 
 Array = NDArray[np.float64]
 
@@ -39,6 +41,16 @@ def _comparison(window: int, batches: int | None, *, effect: float = 1.0, noise:
         losses = losses + generator.standard_normal(batches)  # what the sub-batches have in common
     shifts = np.array([0.1, -0.2, 0.0]) * window
     return Comparison(levels, losses if batches else losses[:, 0], shifts, np.ones(REPLICAS, dtype=np.bool_))
+
+
+def _of_size(replicas: int, knobs: int, batches: int | None, window: int) -> Comparison:
+    """Knob 0 costs 1 a coordinate, the others do nothing."""
+    generator = np.random.Generator(np.random.Philox(key=[window, 17]))
+    names = [str(k) for k in range(knobs)]
+    columns = [TwoLevel(0.5).levels(replicas)] * knobs
+    levels = Permutation().assign(columns, seed=1, window=window, names=names, two_level=[True] * knobs)
+    losses = 3.0 + levels[:, :1] + 0.05 * generator.standard_normal((replicas, batches or 1))
+    return Comparison(levels, losses if batches else losses[:, 0], np.zeros(knobs), np.ones(replicas, dtype=np.bool_))
 
 
 def _run(estimator: Estimator, comparisons: Sequence[Comparison]) -> list[list[Estimate]]:
@@ -80,6 +92,22 @@ def slopes_have_the_sign_of_the_effect(estimator: Estimator) -> None:
         last = _run(estimator, comparisons)[-1]
         require(last[0].slope > 0, f"a knob that costs 1 a coordinate has the estimate {last[0]}")
         require(last[1].slope < 0, f"a knob that pays 1 a coordinate has the estimate {last[1]}")
+
+
+def any_number_is_taken(estimator: Estimator) -> None:
+    """One knob, one sub-batch, two replicas, fewer replicas than knobs: each gives estimates or a ConfigError."""
+    for replicas, knobs, batches in product((2, 4, REPLICAS), (1, 5), (None, 1, 6)):
+        what = f"{replicas} replicas, {knobs} knobs and {'one loss' if batches is None else f'{batches} sub-batches'}"
+        try:
+            last = _run(estimator, [_of_size(replicas, knobs, batches, window) for window in range(WINDOWS)])[-1]
+        except ConfigError:
+            continue
+        except BreachError:
+            raise
+        except Exception as error:
+            broken(f"of {what} it raised {type(error).__name__} ({error})")
+        if (replicas, knobs) == (REPLICAS, 1):
+            require(last[0].slope > 0, f"of {what}, one that costs 1 a coordinate, it gave the estimate {last[0]}")
 
 
 def what_all_losses_share_does_not_matter(estimator: Estimator) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -13,9 +12,11 @@ from torch import Tensor, nn
 from hdet.controllers import Estimate, Hold
 from hdet.engine.engine import Engine
 from hdet.errors import ConfigError
-from hdet.evidence import Evidence
+from hdet.evidence import Collector, Evidence, Harvest, Scene
 from hdet.history import WindowRecord
 from hdet.hparams import Beta1, Dropout, Knob, LearningRate, OuterLearningRate, Scalar, WeightDecay
+from hdet.hparams.bound_knob import BoundKnob
+from hdet.hparams.knob import ActsOn
 from hdet.hparams.outer import OuterKnob
 from hdet.hparams.space import Linear, Space
 from hdet.replicas import replicate
@@ -142,6 +143,45 @@ def a_placebo_is_told_apart(evidence: Evidence, ground: Ground | None, knob: Kno
     )
 
 
+def what_is_measured_is_put_back(evidence: Evidence, ground: Ground | None, knob: Knob | None) -> None:
+    """Without divergence, and at spread 0 if need be, it leaves training to the bit as it is without evidence."""
+    ground, knob = _asked(evidence, ground, knob)
+    if evidence.diverges:
+        return
+    held = knob.replace(controller=Hold())
+    if not _same_models(*(_trained(given, held, ground) for given in (evidence, Silent()))):
+        still = held.replace(spread=held.spread.replace(width=0.0))  # there may have been levels in the forward passes
+        one, other = (_trained(given, still, ground) for given in (evidence, Silent()))
+        require_same_model(one, other, "is not what training without it makes of it, with a controller that holds")
+
+
+class Silent(Evidence):
+    """Looks at nothing."""
+
+    kind: ClassVar[str] = "silent"
+    sees: ClassVar[frozenset[ActsOn]] = frozenset({"update", "forward", "merge"})
+
+    def collect(self, scene: Scene, knobs: Sequence[BoundKnob]) -> Collector:
+        return _Silent(scene, knobs)
+
+
+class _Silent(Collector):
+    def close(self, harvest: Harvest) -> dict[str, Estimate]:
+        return {knob.name: Estimate.nothing() for knob in self.knobs}
+
+
+def _trained(evidence: Evidence, knob: Knob, ground: Ground) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        engine = _engine(evidence, knob, ground, 3)
+        ground.train(engine, 3 * WINDOW)
+    return engine.replicas[0].model
+
+
+def _same_models(one: nn.Module, other: nn.Module) -> bool:
+    held = other.state_dict()
+    return all(torch.equal(value, held[name]) for name, value in one.state_dict().items())
+
+
 def a_resume_in_mid_window_is_the_same_run(evidence: Evidence, ground: Ground | None, knob: Knob | None) -> None:
     """Saved in mid-window as plain numbers and tensors and taken up anew, a run ends in the same bits."""
     ground, knob = _asked(evidence, ground, knob)
@@ -149,13 +189,7 @@ def a_resume_in_mid_window_is_the_same_run(evidence: Evidence, ground: Ground | 
     with torch.random.fork_rng(devices=[]):
         whole = _engine(evidence, knob, ground, windows)
         expected = ground.train(whole, windows * WINDOW)
-        first = _engine(evidence, knob, ground, windows)
-        ground.train(first, middle)
-        stored = io.BytesIO()
-        torch.save(first.state_dict(), stored)
-        stored.seek(0)
-        second = _engine(evidence, knob, ground, windows)
-        second.load_state_dict(torch.load(stored, weights_only=True))
+        second = ground.taken_up(lambda: _engine(evidence, knob, ground, windows), middle)
         records = ground.train(second, windows * WINDOW)
     for record, resumed in zip(expected[-len(records) :], records, strict=True):
         for what in ("bases", "values", "estimates", "moves"):

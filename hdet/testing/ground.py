@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pickle import UnpicklingError
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +20,7 @@ from hdet.hparams import Knob, clip_gradients
 from hdet.merging import Merge, Outer
 from hdet.nn import CrossEntropyLoss, Dropout, MultiheadAttention
 from hdet.signals import Objective, Probe
-from hdet.testing.law import same_generators
+from hdet.testing.law import BreachError, same_generators
 
 HELD_OUT = 1_000_000
 AFRESH = 2_000_000
@@ -90,6 +93,24 @@ class Ground:
             if record is not None:
                 records.append(record)
         return records
+
+    def taken_up(self, make: Callable[[], Engine], middle: int) -> Engine:
+        """A fresh engine that a run was stored into as it had come to step `middle`, as numbers and tensors.
+
+        Raises:
+            BreachError: the state holds something else.
+        """
+        first, second, stored = make(), make(), io.BytesIO()
+        self.train(first, middle)
+        torch.save(first.state_dict(), stored)
+        stored.seek(0)
+        try:
+            state = torch.load(stored, weights_only=True)
+        except UnpicklingError as error:
+            what = re.search(r"GLOBAL \S+", str(error))
+            raise BreachError(f"its state holds more than numbers and tensors: {what[0] if what else error}") from error
+        second.load_state_dict(state)
+        return second
 
     def train_plainly(self, steps: int, before: Callable[[nn.Module, Optimizer, int], object]) -> nn.Module:
         """The same training of one model without an engine; `before` may set something in each step."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Set
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from hdet.controllers import Hold
 from hdet.engine.engine import Engine
@@ -13,7 +16,7 @@ from hdet.hparams import Knob
 from hdet.hparams.binding import Binding
 from hdet.replicas import replicate
 from hdet.testing.ground import Ground, ground_of, merge_of
-from hdet.testing.law import require, require_same_model
+from hdet.testing.law import require, require_same_model, same_generators
 
 WINDOW, WINDOWS = 3, 2
 SINGLE = 2e-7
@@ -23,8 +26,18 @@ SINGLE = 2e-7
 def _bound_pair(knob: Knob, ground: Ground | None) -> tuple[Binding, Binding]:
     """The knob in two replicas of one model."""
     hosts = replicate(*ground_of(knob, ground).make(), n=2).hosts
-    one, other = (knob.bind(model, optimizer) for model, optimizer in hosts)
+    one, other = (_bound(knob, model, optimizer) for model, optimizer in hosts)
     return one, other
+
+
+def _bound(knob: Knob, model: nn.Module, optimizer: Optimizer) -> Binding:
+    with same_generators("bind"):
+        binding: object = knob.bind(model, optimizer)
+    wanted = "a binding, with read, write, overwritten and targets"
+    require(isinstance(binding, Binding), f"bind returned {binding!r}; it returns {wanted}")
+    assert isinstance(binding, Binding)
+    require(isinstance(binding.targets, Set), f"its targets are {binding.targets!r}, which is no frozenset")
+    return binding
 
 
 def _values(knob: Knob, held: float) -> list[float]:
@@ -51,6 +64,8 @@ def what_is_written_is_read(knob: Knob, ground: Ground | None) -> None:
         read = binding.read()
         require(abs(read - value) <= SINGLE * abs(value) + 1e-30, f"{value!r} was written, and {read!r} is read")
         _require_inside(knob, read, f"after {value!r} was written")
+        other = binding.overwritten(value)
+        require(other is None, f"{value!r} was written, nobody wrote after it, and overwritten({value!r}) is {other!r}")
 
 
 def replicas_are_independent(knob: Knob, ground: Ground | None) -> None:
@@ -71,11 +86,35 @@ def replicas_are_independent(knob: Knob, ground: Ground | None) -> None:
 def binding_writes_nothing(knob: Knob, ground: Ground | None) -> None:
     """To bind a knob, twice over, changes nothing, and both times it names the same scalars."""
     model, optimizer = ground_of(knob, ground).make()
-    first = knob.bind(model, optimizer)
+    first = _bound(knob, model, optimizer)
     held = first.read()
-    second = knob.bind(model, optimizer)
+    second = _bound(knob, model, optimizer)
     require(first.targets == second.targets, f"its targets are {set(first.targets)} and then {set(second.targets)}")
     require(second.read() == held, f"it reads {held!r}, and {second.read()!r} when bound again")
+
+
+def what_it_changes_is_declared(knob: Knob, ground: Ground | None) -> None:
+    """A value that changes the loss of given weights says so: by `biases_loss`, and in eval mode by `acts_in_eval`."""
+    ground = ground_of(knob, ground)
+    told = {"biases_loss": knob.biases_loss or knob.accept_bias, "acts_in_eval": knob.acts_in_eval}
+    for name in [name for name, declared in told.items() if not declared and knob.acts_on != "merge"]:
+        training = name == "biases_loss"
+        start, *values = _values(knob, _bound(knob, *ground.make()).read())
+        held = _loss_at(knob, ground, start, training)
+        for value in values:
+            loss = _loss_at(knob, ground, value, training)
+            same = math.isclose(loss, held, rel_tol=1e-5, abs_tol=1e-12) or (math.isnan(loss) and math.isnan(held))
+            mode = "training" if training else "eval"
+            require(same, f"{name} is False, and at the value {value!r} the loss in {mode} mode is {loss}, not {held}")
+
+
+def _loss_at(knob: Knob, ground: Ground, value: float, training: bool) -> float:
+    """The loss of fresh weights at a value."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        model, optimizer = ground.make()
+        _bound(knob, model, optimizer).write(value)
+        torch.manual_seed(0)
+        return float(ground.loss(model.train(training), 0, 0))
 
 
 def with_spread_zero_it_changes_nothing(knob: Knob, ground: Ground | None) -> None:
@@ -84,7 +123,7 @@ def with_spread_zero_it_changes_nothing(knob: Knob, ground: Ground | None) -> No
     still = knob.replace(spread=knob.spread.replace(width=0.0), controller=Hold(), evidence=None)
     steps = WINDOW * WINDOWS
 
-    def follow(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    def follow(model: nn.Module, optimizer: Optimizer, step: int) -> None:
         if knob.schedule is not None:
             knob.bind(model, optimizer).write(knob.schedule(step))
 

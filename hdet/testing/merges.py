@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hdet.engine.engine import Engine
 from hdet.evidence.scene import Harvest, Scene, Window
-from hdet.merging import Merge
+from hdet.merging import Merge, Merger
 from hdet.replicas import Copies, replicate
 from hdet.replicas.anchor import Anchor
 from hdet.replicas.average import Averages
@@ -53,7 +54,9 @@ class Trained:
         """End the window; the replica `failed` is not valid."""
         valid = np.arange(len(self.hosts)) != (-1 if failed is None else failed)
         losses = np.where(valid, self.losses, np.nan)
-        merger = merge.at_work(self.scene)
+        merger: object = merge.at_work(self.scene)
+        require(isinstance(merger, Merger), f"at_work returned {merger!r}; it returns a hdet.merges.Merger")
+        assert isinstance(merger, Merger)
         merger.merge(Harvest(Window(0, 0, 3, 3), losses, valid))
         merger.step()
 
@@ -116,6 +119,29 @@ def a_failed_replica_takes_no_part(merge: Merge, ground: Ground | None) -> None:
             for name, value in state.items():
                 sound = not isinstance(value, Tensor) or bool((value.isfinite() & (value != 1e6)).all())
                 require(sound, f"the failed replica's optimizer still holds its {name}")
+
+
+def a_resume_is_the_same_run(merge: Merge, ground: Ground | None) -> None:
+    """Saved after a merge as plain numbers and tensors and taken up anew, a run ends in the same bits."""
+    own, windows, steps = ground or ADAMW, 3, 4
+
+    def make() -> Engine:
+        return Engine(
+            replicate(*own.make(), n=REPLICAS),
+            [],
+            window=steps,
+            objective=own.objective(),
+            gradients="local",
+            total_steps=windows * steps,
+            merge=merge,
+        )
+
+    with torch.random.fork_rng(devices=[]):
+        whole, second = make(), own.taken_up(make, steps + steps // 2)
+        for engine in (whole, second):
+            own.train(engine, windows * steps)
+    one, other = (engine.replicas[0].model for engine in (whole, second))
+    require_same_model(one, other, "differs at the end of the run that was taken up")
 
 
 def _require_alike(hosts: Sequence[tuple[nn.Module, Optimizer]]) -> None:

@@ -13,6 +13,7 @@ SAMPLES = 400
 
 def _steps(schedule: Schedule) -> list[int]:
     """Steps up to the end and somewhat beyond; all of them where they are few."""
+    require(hasattr(schedule, "total_steps"), "it has no total_steps: a field or a property, None where it has no end")
     total = schedule.total_steps
     last = OPEN_END if total is None else total + 2
     return sorted({*range(0, last, max(1, last // SAMPLES)), 1, last - 1})
