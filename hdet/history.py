@@ -147,8 +147,9 @@ class History:
         """
         if self.latest and self.latest[-1].window >= window:
             raise HdetError(
-                f"the history {self.path or ''} already holds windows up to {self.latest[-1].window}, and window "
-                f"{window} is to be run: resume a checkpoint, give another path, or drop them by truncate({window})"
+                f"the history {self.path or 'in memory'} already holds windows up to {self.latest[-1].window}, and "
+                f"window {window} is to be run: resume a checkpoint, give another path, or drop them by "
+                f"truncate({window})"
             )
 
     def require(self, windows: int, step: int) -> None:

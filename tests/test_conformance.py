@@ -456,16 +456,6 @@ class Drawing(Design):
 
 
 @unregistered
-class Hashing(Design):
-    """Python's `hash` of a string is another in each process."""
-
-    def _assign(self, levels: Any, seed: int, window: int, names: Any, two_level: Any) -> NDArray[np.float64]:
-        return np.column_stack(
-            [np.roll(one, hash((name, window)) % 7) for one, name in zip(levels, names, strict=True)]
-        )
-
-
-@unregistered
 class Boundless(Schedule):
     def __call__(self, t: int) -> float:
         return 1.0
@@ -821,7 +811,6 @@ class Disturbing(hdet.evidence.Evidence):
 
 
 BREACHES: list[tuple[Spec, str, str]] = [
-    (Hashing(), "a_copy_of_it_decides_the_same", "where names have other hashes"),
     (Boundless(), "values_are_finite", "it has no total_steps"),
     (Stranded(), "going_back_is_taken", "retreat"),
     (Forgotten(), "going_back_is_taken", "restart returned 0.0, not (move, state)"),

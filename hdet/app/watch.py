@@ -130,28 +130,33 @@ def _look(run: Path) -> ReportedRun:
 
 def shown(run: ReportedRun) -> Group:
     """One view of a run: what it did, then a row for each knob."""
-    found = verdicts(run.windows) if run.windows else []
-    return Group(*_course(run), *([_knobs([(one.knob, [one]) for one in found], run)] if found else []))
+    return next(_views(run, most=1))
 
 
 def fitted(run: ReportedRun, console: Console) -> Group:
     """A view that a terminal shows whole: where its rows are too many, knobs of one judgement share a row."""
-    whole = shown(run)
-    if _height(whole, console) <= console.height or not run.windows:
-        return whole
-    course = _course(run)
-    by_name = {verdict.knob: verdict for verdict in verdicts(run.windows)}
-    found = headings([run.windows])
-    kinds = Counter(heading.kind for heading in found)
-    found.sort(key=lambda heading: kinds[heading.kind])  # of many of one kind the last are left out
-    rows = [(heading.name, [by_name[knob] for knob in heading.knobs]) for heading in found]
-    for count in range(min(len(rows), console.height), 0, -1):
-        more = sum(len(alike) for _, alike in rows[count:])
-        told = [Text(f"and {more} more; hdet watch --once shows all")] if more else []
-        view = Group(*course, _knobs(rows[:count], run), *told)
+    for view in _views(run, console.height):
         if _height(view, console) <= console.height:
             break
     return view
+
+
+def _views(run: ReportedRun, most: int) -> Iterator[Group]:
+    """The whole view first, then lower ones, of at most so many rows."""
+    course, found = _course(run), verdicts(run.windows) if run.windows else []
+    if not found:
+        yield Group(*course)
+        return
+    yield Group(*course, _knobs([(one.knob, [one]) for one in found], run))
+    together = headings([run.windows])
+    kinds = Counter(heading.kind for heading in together)
+    together.sort(key=lambda heading: kinds[heading.kind])  # of many of one kind the last are left out
+    by_name = {verdict.knob: verdict for verdict in found}
+    rows = [(heading.name, [by_name[knob] for knob in heading.knobs]) for heading in together]
+    for count in range(min(len(rows), most), 0, -1):
+        more = sum(len(alike) for _, alike in rows[count:])
+        told = [Text(f"and {more} more; hdet watch --once shows all")] if more else []
+        yield Group(*course, _knobs(rows[:count], run), *told)
 
 
 def _height(view: Group, console: Console) -> int:

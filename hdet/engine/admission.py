@@ -86,8 +86,8 @@ def as_many_passes(replicas: Replicas, micro_batches: int | None) -> None:
     """A number of micro-batches that is given beside replicas is that of theirs."""
     if micro_batches not in (None, passes := len(replicas.local)):
         raise ConfigError(
-            f"micro_batches={micro_batches} was given beside replicas= of {passes} passes a step; leave it out, or "
-            f"make the replicas with it"
+            f"micro_batches={micro_batches} was given beside replicas= of {passes} passes a step; leave one "
+            f"of the two out"
         )
 
 

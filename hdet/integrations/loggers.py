@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hdet.errors import MissingExtraError
+from hdet.errors import ConfigError, MissingExtraError
 from hdet.record import WindowRecord
 from hdet.user_warning import warn
 
@@ -24,7 +23,7 @@ MOST_EACH = 8
 TWICE = 2
 """Times that windows went back, after which they are of several searches: one goes back where a state is loaded."""
 
-_written: dict[tuple[str, str, str], tuple[int, int]] = {}
+_written: dict[tuple[str, str | None, str], tuple[int, int]] = {}
 """By kind, place and prefix of loggers, the step that was written last, and how often windows went back."""
 
 
@@ -86,39 +85,43 @@ class WindowLogger(ABC):
     """
 
     def __init__(self, *, prefix: str = "hdet") -> None:
+        if not (isinstance(prefix, str) and prefix):
+            raise ConfigError(f"prefix must be a name, such as 'hdet', and is {prefix!r}")
         self._prefix = prefix
         self._failed = False
-        self._own_place = secrets.token_hex(8)
+        self._written: dict[tuple[str, str | None, str], tuple[int, int]] = {}
 
     @abstractmethod
     def write(self, metrics: Mapping[str, float], step: int) -> None:
         """Write numbers by name, for the optimizer step that a window stopped at."""
 
     @property
-    def place(self) -> str:
-        """What tells where it writes: there, loggers with one prefix write one series."""
-        return self._own_place
+    def place(self) -> str | None:
+        """What tells where it writes: there, loggers with one prefix write one series. None for nobody else there."""
+        return None
 
     def __call__(self, record: WindowRecord) -> None:
         """A window has closed."""
         if self._failed or (dist.is_available() and dist.is_initialized() and dist.get_rank() != 0):
             return
-        self._notice_others(record)
         try:
             self.write(metrics(record, self._prefix), record.stop)
+            series = (type(self).__name__, self.place, self._prefix)
         except Exception as error:  # whatever a service or a disk can raise
             self._failed = True
             warn(
                 f"{type(self).__name__} could not write window {record.window} ({type(error).__name__}: {error}) and "
                 f"is left out from now on; training goes on, and search.history has every window"
             )
+        else:
+            self._notice_others(series, record)
 
-    def _notice_others(self, record: WindowRecord) -> None:
-        """Say it once where the windows are of several searches."""
-        series = (type(self).__name__, self.place, self._prefix)
-        last, times = _written.get(series, (0, 0))
+    def _notice_others(self, series: tuple[str, str | None, str], record: WindowRecord) -> None:
+        """Say it once where the windows of a series are of several searches. A first window begins a run."""
+        written = _written if series[1] is not None else self._written
+        last, times = written.get(series, (0, 0)) if record.window else (0, 0)
         back = record.start < last
-        _written[series] = (record.stop, times + back)
+        written[series] = (record.stop, times + back)
         if back and times + 1 == TWICE:
             warn(
                 f"the windows that {type(self).__name__} writes as {self._prefix}/... are of several searches, whose "
@@ -172,9 +175,9 @@ class TensorBoard(WindowLogger):
             _require("tensorboard")
 
     @property
-    def place(self) -> str:
+    def place(self) -> str | None:
         """The folder."""
-        return str(self._folder or getattr(self._writer, "log_dir", super().place))
+        return str(self._folder) if self._folder is not None else getattr(self._writer, "log_dir", None)
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
         """Add a point to each curve."""
@@ -201,9 +204,9 @@ class WandB(WindowLogger):
         self._defined = False
 
     @property
-    def place(self) -> str:
+    def place(self) -> str | None:
         """The run."""
-        return str(getattr(self._run, "id", super().place))
+        return getattr(self._run, "id", None)
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
         """Log a row."""
@@ -231,14 +234,14 @@ class MLflow(WindowLogger):
         self._run_id = run_id
 
     @property
-    def place(self) -> str:
+    def place(self) -> str | None:
         """The run."""
         if self._run_id is not None:
             return self._run_id
         import mlflow
 
         active = mlflow.active_run()
-        return active.info.run_id if active is not None else super().place
+        return active.info.run_id if active is not None else None
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
         """Log a batch; characters that MLflow takes in no name become `_`."""
@@ -261,10 +264,10 @@ class Trackio(WindowLogger):
         self._run = run
 
     @property
-    def place(self) -> str:
+    def place(self) -> str | None:
         """The run."""
-        own = super().place
-        return f"{getattr(self._run, 'project', own)}/{getattr(self._run, 'name', own)}"
+        name = getattr(self._run, "name", None)
+        return None if name is None else f"{getattr(self._run, 'project', '')}/{name}"
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
         """Log a row."""

@@ -156,20 +156,20 @@ class MultiheadAttention(KnobModule, nn.MultiheadAttention):
         """
         if self.temperature == 1.0:
             return
+        before = copy.deepcopy(self.state_dict())  # first: some parametrizations change theirs where they are read
         tempered = _Tempered(self)
-        given = {name: parameter for name in _QUERY_PARAMETERS if (parameter := getattr(self, name)) is not None}
-        before = copy.deepcopy(self.state_dict())
-        for name, parameter in given.items():
-            if not isinstance(parameter, nn.Parameter) and not self._make(name, getattr(tempered, name)):
+        plain = {**self._parameters, **self._buffers}
+        for name in _QUERY_PARAMETERS:
+            if name not in plain and getattr(self, name) is not None and not self._make(name, getattr(tempered, name)):
                 self.load_state_dict(before)
                 raise ConfigError(
                     f"the temperature cannot be folded into {name}, which a parametrization or a hook makes from other "
                     f"tensors, in a way that does not make a divided one of any; make it a parameter first, as by "
                     f"torch.nn.utils.parametrize.remove_parametrizations(module, {name!r})"
                 )
-        for name, parameter in given.items():
-            if isinstance(parameter, nn.Parameter):
-                parameter.copy_(getattr(tempered, name))
+        for name in _QUERY_PARAMETERS:
+            if (held := plain.get(name)) is not None:
+                held.copy_(getattr(tempered, name))
         self.temperature = 1.0
 
     def _make(self, name: str, wanted: Tensor) -> bool:

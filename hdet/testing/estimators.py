@@ -106,7 +106,7 @@ def any_number_is_taken(estimator: Estimator) -> None:
             raise
         except Exception as error:
             broken(f"of {what} it raised {type(error).__name__} ({error})")
-        if (replicas, knobs) == (REPLICAS, 1):
+        if (replicas, knobs) == (REPLICAS, 1) and batches != 1:
             require(last[0].slope > 0, f"of {what}, one that costs 1 a coordinate, it gave the estimate {last[0]}")
 
 

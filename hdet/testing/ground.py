@@ -35,7 +35,7 @@ class Ground:
         make: gives a fresh model and its optimizer, the same at each call.
         loss: `loss(model, step, replica)`, the scalar loss on the batch of a step and a replica; a pure
             function of its arguments (and of the global generator, for dropout), for any whole number as
-            the step.
+            the step. Of a model in eval mode it is the held-out loss, without what training alone adds.
 
     >>> import torch, hdet.testing
     >>> def make():

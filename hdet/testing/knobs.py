@@ -104,8 +104,8 @@ def what_it_changes_is_declared(knob: Knob, ground: Ground | None) -> None:
         for value in values:
             loss = _loss_at(knob, ground, value, training)
             same = math.isclose(loss, held, rel_tol=1e-5, abs_tol=1e-12) or (math.isnan(loss) and math.isnan(held))
-            mode = "training" if training else "eval"
-            require(same, f"{name} is False, and at the value {value!r} the loss in {mode} mode is {loss}, not {held}")
+            mode = "training" if training else "eval mode, which is to be the held-out loss,"
+            require(same, f"{name} is False, and at the value {value!r} the loss in {mode} is {loss}, not {held}")
 
 
 def _loss_at(knob: Knob, ground: Ground, value: float, training: bool) -> float:

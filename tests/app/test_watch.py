@@ -36,8 +36,8 @@ def many(count: int, alike: bool) -> ReportedRun:
     return ReportedRun("many", [record], declared={"steps": 10}, result={"test_loss": 1.25})
 
 
-def seen(run: ReportedRun) -> list[str]:
-    console = Console(file=io.StringIO(), width=100, height=HEIGHT, force_terminal=True, color_system=None)
+def seen(run: ReportedRun, height: int = HEIGHT) -> list[str]:
+    console = Console(file=io.StringIO(), width=100, height=height, force_terminal=True, color_system=None)
     with console.capture() as told:
         console.print(fitted(run, console))
     return told.get().splitlines()
@@ -69,3 +69,10 @@ def test_few_knobs_have_a_row_each() -> None:
     lines = seen(many(5, alike=True))
     assert sum("learning_rate[" in line for line in lines) == 5
     assert "of 5 groups" not in "\n".join(lines)
+
+
+@pytest.mark.parametrize("knobs", [0, 30])
+def test_a_terminal_of_a_few_lines_is_no_fault(knobs: int) -> None:
+    run = many(knobs, alike=True)
+    run.windows[0].bases.pop("dropout")
+    assert "many: step 10 of 10" in seen(run, height=4)[0]

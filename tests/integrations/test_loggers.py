@@ -14,7 +14,7 @@ from launch import launch
 from torch import nn
 
 import hdet
-from hdet.errors import MissingExtraError
+from hdet.errors import ConfigError, MissingExtraError
 
 WINDOWS = 4
 
@@ -75,6 +75,20 @@ def test_several_searches_in_one_series_are_told_of_and_a_prefix_tells_them_apar
         "generator",
         "critic",
     ] * 4
+
+
+def test_runs_on_end_in_one_place_are_no_two_at_once(tmp_path: Path) -> None:
+    history = train().history
+    for _ in range(4):
+        log = hdet.loggers.JSONLines(tmp_path / "windows.jsonl")
+        for record in history:
+            log(record)
+
+
+@pytest.mark.parametrize("prefix", ["", None])
+def test_a_prefix_is_a_name(prefix: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="prefix must be a name, such as 'hdet', and is"):
+        hdet.loggers.JSONLines(tmp_path / "windows.jsonl", prefix=prefix)
 
 
 @pytest.mark.parametrize(("layers", "each"), [(8, True), (9, False)])
@@ -166,6 +180,20 @@ class Failing(hdet.loggers.WindowLogger):
     def write(self, metrics: Mapping[str, float], step: int) -> None:
         self.calls += 1
         raise OSError("no space left on device")
+
+
+class Unreachable(hdet.loggers.WindowLogger):
+    @property
+    def place(self) -> str:
+        raise ConnectionError("no such run")
+
+    def write(self, metrics: Mapping[str, float], step: int) -> None:
+        pass
+
+
+def test_one_that_cannot_say_where_it_writes_stops_nothing() -> None:
+    with pytest.warns(UserWarning, match=r"Unreachable could not write window 0 \(ConnectionError: no such run"):
+        assert train(Unreachable()).finished
 
 
 def test_one_that_fails_warns_once_at_the_users_line_and_stops_nothing() -> None:

@@ -331,6 +331,17 @@ def test_folding_changes_what_a_parametrized_weight_is_made_from() -> None:
     torch.testing.assert_close(module(x, x, x)[0], expected)
 
 
+def test_folding_into_a_buffer_divides_it() -> None:
+    module = MultiheadAttention(WIDTH, HEADS, temperature=2.0)
+    weight = module.in_proj_weight.detach().clone()
+    del module.in_proj_weight
+    module.register_buffer("in_proj_weight", weight)
+    x = torch.randn(3, 2, WIDTH)
+    expected = module(x, x, x)[0]
+    module.fold_temperature_()
+    torch.testing.assert_close(module(x, x, x)[0], expected)
+
+
 class Doubled(nn.Module):
     """A parametrization without `right_inverse`."""
 
