@@ -241,8 +241,10 @@ def test_on_shards_each_rank_may_have_a_part_of_the_probe_in_as_many_batches(cou
 
 
 def test_a_probe_that_one_rank_cannot_read_is_told_on_all() -> None:
-    for told in launch(attached.probe_that_one_rank_cannot_read, 2):
-        (said,) = told
+    """The gradient's losses are known where they are worked out, and told of there."""
+    (first,), (second, gradient) = launch(attached.probe_that_one_rank_cannot_read, 2)
+    assert "not finite on 1 of 8 sub-batches (first [3]) where contrast took its gradient" in gradient
+    for said in (first, second):
         assert "not finite on sub-batches [3] of 8 at some of the weights" in said
         assert "replicas [1] of 2 " in said
 
