@@ -6,6 +6,7 @@ import warnings
 
 import numpy as np
 import pytest
+import torch
 
 from hdet.evidence.parts.unusable import WINDOWS, Unusable
 
@@ -32,6 +33,18 @@ def test_a_sub_batch_that_is_finite_nowhere_is_not_one_that_is_finite_at_some_po
         for window in range(WINDOWS):
             own.look(window, at(*((point, 1) for point in range(4))), 2)
     assert ["at any weights" in str(warning.message) for warning in caught] == [True] * WINDOWS
+
+
+@pytest.mark.parametrize("looked", [True, False])
+def test_along_its_gradient_a_sub_batch_is_told_of_once_and_not_after_what_it_is_at_all_points(looked: bool) -> None:
+    own = Unusable()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if looked:
+            own.look(0, at(*((point, 1) for point in range(4))), 2)
+        for _ in range(2):
+            own.look_along(torch.tensor([1.0, torch.nan, 1.0]), "contrast")
+    assert [("at any weights" in str(one.message)) for one in caught] == [looked]
 
 
 def test_points_that_are_not_finite_in_several_windows_on_end_are_told_once() -> None:
