@@ -21,7 +21,7 @@ from hdet.hparams.outer import OuterKnob
 from hdet.hparams.space import Linear, Space
 from hdet.replicas import replicate
 from hdet.testing.ground import ADAMW, HELD_OUT, Ground, merge_of
-from hdet.testing.law import broken, require, require_same_model
+from hdet.testing.law import broken, differing, require, require_same_model
 
 WINDOW = 4
 REPLICAS = 4
@@ -149,7 +149,7 @@ def what_is_measured_is_put_back(evidence: Evidence, ground: Ground | None, knob
     if evidence.diverges:
         return
     held = knob.replace(controller=Hold())
-    if not _same_models(*(_trained(given, held, ground) for given in (evidence, Silent()))):
+    if differing(*(_trained(given, held, ground) for given in (evidence, Silent()))) is not None:
         still = held.replace(spread=held.spread.replace(width=0.0))  # there may have been levels in the forward passes
         one, other = (_trained(given, still, ground) for given in (evidence, Silent()))
         require_same_model(one, other, "is not what training without it makes of it, with a controller that holds")
@@ -175,11 +175,6 @@ def _trained(evidence: Evidence, knob: Knob, ground: Ground) -> nn.Module:
         engine = _engine(evidence, knob, ground, 3)
         ground.train(engine, 3 * WINDOW)
     return engine.replicas[0].model
-
-
-def _same_models(one: nn.Module, other: nn.Module) -> bool:
-    held = other.state_dict()
-    return all(torch.equal(value, held[name]) for name, value in one.state_dict().items())
 
 
 def a_resume_in_mid_window_is_the_same_run(evidence: Evidence, ground: Ground | None, knob: Knob | None) -> None:

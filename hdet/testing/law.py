@@ -92,11 +92,16 @@ def refused(attempt: Callable[[], object], detail: str) -> None:
     broken(f"{detail} was accepted")
 
 
+def differing(one: nn.Module, other: nn.Module) -> str | None:
+    """The first parameter or buffer in which two models differ by a bit."""
+    held = other.state_dict()
+    return next((name for name, value in one.state_dict().items() if not torch.equal(value, held[name])), None)
+
+
 def require_same_model(one: nn.Module, other: nn.Module, when: str) -> None:
     """Go on if two models hold the same parameters and buffers, bit for bit."""
-    held = other.state_dict()
-    for name, value in one.state_dict().items():
-        require(torch.equal(value, held[name]), f"{name} {when}")
+    name = differing(one, other)
+    require(name is None, f"{name} {when}")
 
 
 @contextmanager
