@@ -36,7 +36,7 @@ from hdet.history import History
 from hdet.hparams import Dropout, Knob, LabelSmoothing, LearningRate, Schedule, WeightDecay
 from hdet.hparams.binding import given
 from hdet.hparams.forward import ModuleKnob
-from hdet.hparams.schedule import LinearDecay
+from hdet.hparams.schedule import Constant, LinearDecay
 from hdet.hparams.update import Groups
 from hdet.nn.names import named_modules
 from hdet.recipes import dropouts
@@ -198,7 +198,12 @@ def _rate(
         evidence=together.replace(line=line) if together is not None else line,
         controller=Pooled(common=controller, grid=RATE_GRID) if together is not None else controller,
     )
-    heads = f"heads for a peak of {peak:g}" if course.total_steps is not None else "follows what the optimizer is given"
+    if isinstance(course, Constant):
+        heads = f"starts at {peak:g}, held but for what is learned"
+    elif course.total_steps is None:
+        heads = "follows what the optimizer is given"
+    else:
+        heads = f"heads for a peak of {peak:g}"
     if any(course(step) != as_given(step) for step in range(warmup_steps)):
         heads += f" by a warm-up of {warmup_steps} steps, longer than its schedule's"
     elif isinstance(course, LinearDecay):

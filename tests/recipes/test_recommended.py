@@ -413,6 +413,12 @@ def test_a_warm_up_that_starts_above_what_is_looked_ahead_to_counts_as_none() ->
 # -- what it says ---------------------------------------------------------------------------------
 
 
+def test_a_constant_that_was_given_is_said_and_not_the_optimizers_rate() -> None:
+    model = network()
+    choices = choose(model, adamw(model, lr=0.02), STEPS, schedule=Constant(0.3))
+    assert "+ learning rate: starts at 0.3, held but for what is learned\n" in describe(choices)
+
+
 def test_it_prints_what_it_chose_and_why(capsys: pytest.CaptureFixture[str]) -> None:
     model = network(dropout=nn.Dropout(0.1))
     optimizer = adamw(model, lr=0.02)
