@@ -274,7 +274,7 @@ def _dropouts(model: nn.Module, optimizer: Optimizer, sharded: bool, objective: 
     try:
         found = dropouts.by_rate(model)
     except ConfigError as error:
-        return [Choice("dropout", None, f"left alone: {error}")]
+        return [Choice("dropout", None, f"left alone: {str(error).removeprefix('dropout: ')}")]
     numbers = dropouts.plain_numbers(model)
     if not found and not numbers:
         found = {0.0: Dropout()}  # which says that there is none

@@ -114,6 +114,12 @@ def test_of_many_rates_those_of_most_modules_are_explored() -> None:
     assert all("declare it by its pattern" in choice.reason for choice in explored if choice.knob is None)
 
 
+def test_plain_dropout_of_a_compiled_model_is_named_once() -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.Dropout(0.1))
+    said = describe(choose(torch.compile(model, backend="eager"), adamw(model), STEPS))
+    assert "- dropout: left alone: the model is compiled and ['1.p'] are plain nn.Dropout" in said
+
+
 def test_a_rate_that_is_a_plain_number_of_a_module_is_named_and_left_alone() -> None:
     model = nn.Sequential(nn.Linear(8, 4), nn.MultiheadAttention(4, 1, dropout=0.1))
     choices = {choice.subject: choice for choice in choose(model, adamw(model), STEPS)}
