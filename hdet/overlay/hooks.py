@@ -201,7 +201,8 @@ class Hooks:
             if called:
                 raise StepError(
                     "the optimizer called its closure twice in one step; hdet follows optimizers that look at the loss "
-                    "once a step, not line searches such as L-BFGS"
+                    "once a step, not line searches such as L-BFGS; where it steps another optimizer inside, as SAM "
+                    "does, give hdet.attach that one"
                 )
             called = True
             self._in_closure = True
