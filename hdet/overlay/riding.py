@@ -447,8 +447,8 @@ class Riding:
             self.warn(
                 "most steps of a window taught nothing about dropout and the like: their passes had several backward "
                 "passes, or gradients that were dropped (an adversary's turn), or were of another number than "
-                "expected; add up the losses of a pass and call backward() once, or give hdet.attach "
-                'exclude=["dropout", "label_smoothing"]'
+                "expected; add up the losses of a pass and call backward() once, freeze the model in the adversary's "
+                'turn (requires_grad_(False)), or give hdet.attach exclude=["dropout", "label_smoothing"]'
             )
 
     def _tell(self, record: WindowRecord | None) -> None:

@@ -378,8 +378,9 @@ def test_steps_of_more_passes_than_expected_are_told_once(exclude: list[str]) ->
 
 
 @pytest.mark.filterwarnings("ignore:the first training loss is")  # an adversary's loss is not the probe's
-def test_of_two_adversaries_the_one_that_is_looked_through_is_told() -> None:
-    """Its gradients of the other's turn are dropped. The other's loop is an ordinary one."""
+@pytest.mark.parametrize("frozen", [False, True])
+def test_of_two_adversaries_the_one_that_is_looked_through_is_told(frozen: bool) -> None:
+    """Its gradients of the other's turn are dropped, if it is not frozen there. The other's loop is an ordinary one."""
     torch.manual_seed(0)
     maker, judge = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 4)), network()
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in (maker, judge)]
@@ -401,14 +402,18 @@ def test_of_two_adversaries_the_one_that_is_looked_through_is_told() -> None:
             searches[1].loss(judge(real).square().mean() + judge(made.detach()).exp().mean()).backward()
             optimizers[1].step()
             optimizers[0].zero_grad()
+            judge.requires_grad_(not frozen)
             searches[0].loss(judge(made).square().mean()).backward()
             optimizers[0].step()
+            judge.requires_grad_(True)
 
-    with pytest.warns(UserWarning, match="adversary") as told:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
         train()
-    assert [one.filename for one in told if "an adversary's turn" in str(one.message)] == [__file__]
+    said = [one for one in told if "taught nothing about dropout" in str(one.message)]
+    assert [one.filename for one in said] == ([] if frozen else [__file__])
+    assert all("freeze the model in the adversary's turn (requires_grad_(False))" in str(one.message) for one in said)
     maker_window, judge_window = (search.history.windows[0] for search in searches)
-    assert judge_window.estimates["dropout"]["stderr"] == float("inf")
     assert all(search.finished for search in searches)
     for record in (maker_window, judge_window):
         assert 0.0 < record.estimates["learning_rate[0.weight]"]["stderr"] < float("inf")
