@@ -610,3 +610,26 @@ def test_what_the_model_returned_is_saved_without_a_warning(tmp_path: Path, recw
     hdet.attach(model, plain_adamw(model), probe=probe(), total_steps=STEPS, quiet=True)
     torch.save(model(batch(0)[0]), tmp_path / "carried.pt")
     assert not [str(one.message) for one in recwarn if "hook" in str(one.message)]
+
+
+def test_the_part_of_a_loss_that_is_told_counts_in_place_of_what_the_model_returned() -> None:
+    class Summed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = network()
+
+        def forward(self, given: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+            main = loss_of(self.layers, given)
+            return {"loss": main + 100.0, "main": main}
+
+    model = Summed()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    held_out = hdet.Probe(lambda model, given: model(given)["main"], [batch(-1, part) for part in range(8)])
+    search = hdet.attach(model, optimizer, probe=held_out, total_steps=20, window=5, quiet=True)
+    for step in range(5):
+        found = model(batch(step))
+        search.loss(found["main"])
+        found["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert max(search.history.windows[0].losses) < 10.0
