@@ -6,8 +6,8 @@ from pydantic import Field
 
 from hdet.controllers.part import Rule, Veto
 from hdet.controllers.ruled import Ruled
-from hdet.controllers.rules import Leap, Restore, SlopeSum, Spare
-from hdet.controllers.vetoes import AgreesNow, DoesHarm, KeepsGap, KeepsWeights, NeedsGap, NotEarly, WithinSpan
+from hdet.controllers.rules import Leap, SlopeSum, Spare
+from hdet.controllers.vetoes import DoesHarm, KeepsGap, KeepsWeights, NeedsGap, NotEarly, WithinSpan
 from hdet.spec import register
 
 
@@ -23,13 +23,11 @@ class Regularize(Ruled):
     | `Spare` | goes down at once, whatever vetoes say, where decay would take much of pretrained weights |
     | `Leap` | goes up at once to where it has an effect, if it has none and more is called for |
     | `SlopeSum` | goes against the sum of slopes |
-    | `Restore` | goes back up to the schedule as given, once the sum has stopped calling for less |
 
     Each veto forbids a move, or shortens it:
 
     | veto | forbids |
     |---|---|
-    | `AgreesNow` | a move that the closed window's own slope opposes |
     | `NeedsGap` | to raise above the schedule as given, unless the model overfits |
     | `KeepsGap` | to lower, while the model overfits |
     | `NotEarly` | to raise above the schedule as given, before weights have learnt something |
@@ -54,14 +52,6 @@ class Regularize(Ruled):
     0.0 slope_sum keeps_gap
     """
 
-    rules: tuple[Rule, ...] = (Spare(), Leap(), SlopeSum(), Restore())
-    vetoes: tuple[Veto, ...] = (
-        AgreesNow(),
-        NeedsGap(),
-        KeepsGap(),
-        NotEarly(),
-        WithinSpan(),
-        DoesHarm(),
-        KeepsWeights(),
-    )
+    rules: tuple[Rule, ...] = (Spare(), Leap(), SlopeSum())
+    vetoes: tuple[Veto, ...] = (NeedsGap(), KeepsGap(), NotEarly(), WithinSpan(), DoesHarm(), KeepsWeights())
     until: float = Field(default=0.85, gt=0, le=1)

@@ -7,7 +7,7 @@ from windows import moves
 
 from hdet.controllers import Context, Estimate, Gated, GatedState, Regularize, RuledState
 from hdet.controllers.gap import gap_of
-from hdet.controllers.rules import Leap, Restore, SlopeSum, Spare
+from hdet.controllers.rules import Leap, SlopeSum, Spare
 from hdet.controllers.rules.slope_sum import SlopeSumState
 from hdet.controllers.vetoes import KeepsWeights, NeedsGap
 
@@ -270,13 +270,6 @@ def test_what_was_lowered_early_comes_back_only_in_long_runs() -> None:
         assert went == pytest.approx(moved), (step, total)
 
 
-def test_what_no_slope_calls_for_does_not_come_back_early() -> None:
-    regularize, quiet = Regularize(), Estimate(slope=0.0, stderr=0.1, level=1.0, span=1.0)
-    for step, moved in ((299, 0.0), (300, 0.25)):
-        went = move(regularize, quiet, step=step, total_steps=1000, shift=-0.5)
-        assert went == moved, step
-
-
 def test_a_raise_takes_less_proof_than_a_lowering() -> None:
     """More vetoes watch over it; and what calls for less decay now may call for more in the end."""
     regularize = rule(gate=1.0, lower_gate=2.0)
@@ -340,7 +333,7 @@ def test_a_slope_that_once_was_enormous_does_not_rule_for_ever() -> None:
     regularize = rule(memory=0.99)
     spike = (Estimate(slope=-50.0, stderr=25.0, level=2.0), SMALL_GAP)
     after = moves(regularize, spike, *[(slope(0.02), SMALL_GAP)] * 5)[1:]
-    assert after == [0.0, 0.0, 0.0, pytest.approx(-0.1), pytest.approx(-0.1)]
+    assert after == pytest.approx([0.1, 0.1, 0.1, -0.1, -0.1], rel=1e-2)
 
 
 def test_a_sum_of_sub_batches_is_their_mean_per_unit_of_the_value() -> None:
@@ -421,32 +414,6 @@ def test_of_a_base_of_zero_no_slope_is_known() -> None:
     assert SlopeSum().propose(summed, slope(-0.1), Context(base=0.0)) is None
 
 
-def test_what_was_lowered_early_goes_back_to_what_was_set_once_nothing_calls_for_less() -> None:
-    """Two or three early windows call for less by 5 standard errors; what comes after them says nothing, or goes on."""
-
-    def course(early: int, later: Estimate) -> list[float]:
-        regularize, shift, shifts = Regularize(), 0.0, []
-        state = regularize.start()
-        for window in range(14):
-            context = Context(
-                base=math.exp(shift), shift=shift, loss=1.9, length=30, step=30 * (window + 1), total_steps=500
-            )
-            moved, state = regularize.step(state, slope(0.1, t=5.0) if window < early else later, context)
-            shift += moved
-            shifts.append(shift)
-        return shifts
-
-    silent = Estimate(-0.001, stderr=0.1, level=2.0, span=9.0)
-    quiet = course(2, silent)
-    assert -1.0 < quiet[1] < -0.5
-    assert quiet[-1] == pytest.approx(0.0), "and no further"
-    assert quiet == sorted(quiet[:2], reverse=True) + sorted(quiet[2:]), "nothing lowers it again"
-    far = course(3, silent)
-    assert far[2] < -1.0
-    assert far[-1] == far[2], "what was lowered by more than a nat was given wrong"
-    assert course(2, slope(0.1, t=5.0))[-1] < -1.0, "a decay that is far too strong is called for less all along"
-
-
 def test_a_raise_is_as_large_as_it_gets_at_a_smaller_sum_than_a_lowering() -> None:
     full = 0.4 * 30 / 30
     regularize = Regularize(raise_after=0.0, memory=0.0)
@@ -518,41 +485,6 @@ def test_where_nobody_tells_the_loss_nothing_says_that_decay_costs_much(level: f
     )
     assert told.fall == 0.5
     assert rule.observe(told, replace(estimate, level=1.9), Context()).fall == 0.5, "the lowest counts"
-
-
-def test_a_reason_says_that_what_was_set_is_restored() -> None:
-    judged = Regularize().judge(
-        Regularize().start(), Estimate(-0.01, stderr=0.1, level=2.0, span=9.0), Context(shift=-0.6, loss=1.9, length=30)
-    )
-    assert (judged.move, judged.rule) == (0.25, "restore")
-
-
-@pytest.mark.parametrize(
-    ("shift", "step", "move"),
-    [
-        (-0.6, 30, 0.25),
-        (-0.1, 30, 0.1),
-        (-1.0, 30, 0.25),
-        (-1.01, 30, None),
-        (-0.6, 29, None),
-        (0.0, 30, None),
-        (0.6, 30, None),
-    ],
-)
-def test_what_was_set_is_restored_from_below_and_once_the_run_is_under_way(
-    shift: float, step: int, move: float | None
-) -> None:
-    """At what was set, and above it, the rule is silent, and no reason names it."""
-    restore, context = Restore(), Context(shift=shift, step=step, total_steps=100)
-    assert restore.propose(restore.start(), Estimate(0.0, stderr=0.1), context) == move
-
-
-@pytest.mark.parametrize(("tau", "base", "move"), [(1.0, 1.0, 0.25), (1.01, 1.0, None), (0.0, 0.0, None)])
-def test_nothing_is_restored_while_the_sum_calls_for_less_nor_where_decay_is_off(
-    tau: float, base: float, move: float | None
-) -> None:
-    context = Context(shift=-0.6, base=base)
-    assert Restore().propose(SlopeSumState(total=tau, variance=1.0), Estimate(0.0, stderr=0.1), context) == move
 
 
 def test_no_curvature_is_measured_for_weight_decay() -> None:

@@ -13,7 +13,7 @@ from hdet.controllers import Calibrate, Context, Controller, Estimate, Regulariz
 from hdet.controllers.part import Veto
 from hdet.controllers.rules import Lower, Raise, Return, SlopeSum
 from hdet.controllers.state import NoState
-from hdet.controllers.vetoes import AgreesNow, DoesHarm, KeepsGap, NeedsGap, WithinSpan
+from hdet.controllers.vetoes import DoesHarm, KeepsGap, NeedsGap, WithinSpan
 from hdet.errors import CheckpointError, ConfigError
 
 MORE = Estimate(slope=-0.3, curvature=1.0, stderr=0.1, averaged=Estimate.nothing())
@@ -103,7 +103,6 @@ def test_a_veto_that_was_told_nothing_forbids(veto: object, move: float) -> None
     estimate = Estimate(slope=-math.copysign(0.3, move), stderr=0.1)
     assert veto.allow(move, veto.start(), estimate, Context()) == 0.0  # type: ignore[attr-defined]
     assert veto.allow(-move, veto.start(), estimate, Context()) == -move  # type: ignore[attr-defined]
-    assert AgreesNow().allow(move, AgreesNow().start(), estimate, Context()) == move
 
 
 def test_a_state_of_other_rules_is_refused() -> None:

@@ -5,7 +5,7 @@
 | a learning rate, at last and averaged weights | `Lower`, `Stall`, `WarmUp`, `Raise`, `Return` |
 | a learning rate, early in its warm-up | `CutBack`, `Regain`, `LookAhead`, `AwaitSchedule`, `CatchUp` |
 | a learning rate, as its schedule falls | `Fall` |
-| a weight decay, judged by its formula | `Spare`, `Leap`, `SlopeSum`, `Restore` |
+| a weight decay, judged by its formula | `Spare`, `Leap`, `SlopeSum` |
 """
 
 from hdet.controllers.rules.await_schedule import AwaitSchedule
@@ -17,7 +17,6 @@ from hdet.controllers.rules.look_ahead import LookAhead
 from hdet.controllers.rules.lower import Lower
 from hdet.controllers.rules.raising import Raise
 from hdet.controllers.rules.regain import Regain
-from hdet.controllers.rules.restore import Restore
 from hdet.controllers.rules.returning import Return
 from hdet.controllers.rules.slope_sum import SlopeSum
 from hdet.controllers.rules.spare import Spare
@@ -34,7 +33,6 @@ __all__ = [
     "Lower",
     "Raise",
     "Regain",
-    "Restore",
     "Return",
     "SlopeSum",
     "Spare",

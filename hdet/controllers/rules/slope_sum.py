@@ -52,44 +52,8 @@ class SlopeSumState(Sums):
         return replace(self, first=self.first if self.first < math.inf else level, lowest=min(self.lowest, level))
 
 
-class SummedSlopes(SlopeRule):
-    """Keeps the discounted sum of slopes; what it says is the rule's.
-
-    Once the lowest held-out loss is less than half of the first, the sum shrinks in proportion to it; a loss that is
-    not above 0 changes nothing. The sum is begun anew by four windows in a row that say the opposite, and where windows
-    come to have other sub-batches than those before, or none.
-    """
-
-    memory: float = Field(default=0.8, ge=0, lt=1)
-    window_steps: int | None = Field(default=30, ge=1)
-
-    def start(self) -> SlopeSumState:
-        return SlopeSumState()
-
-    def observe(self, state: Any, estimate: Estimate, context: Context) -> Any:
-        if context.base <= 0.0:
-            return state
-        slope, error = estimate.slope / context.base, estimate.normal_stderr / context.base
-        against = state.against + 1 if slope * state.total < 0 else 0
-        if against >= _WINDOWS_AGAINST or (state.sums and not estimate.has_sub_batches):
-            against, kept = 0, 0.0
-        else:
-            kept = self.memory ** window_share(self.window_steps, context)
-        after = state.with_level(estimate.level)
-        if 0.0 < after.scale < state.scale < math.inf:
-            kept *= after.scale / state.scale
-        total, variance = kept * state.total + slope, kept * kept * state.variance + error * error
-        sums: tuple[float, ...] = ()
-        if estimate.has_sub_batches:
-            sums = accumulated(state.sums, [own / context.base for own in estimate.slopes], kept)
-            total, variance = sum(own / len(sums) for own in sums), 0.0
-        if not (math.isfinite(total) and math.isfinite(variance)):
-            return self.retreat(state, context)
-        return replace(after, total=total, variance=variance, sums=sums, against=against)
-
-
 @register
-class SlopeSum(SummedSlopes):
+class SlopeSum(SlopeRule):
     """Move against the sum of slopes once it passes a gate, as `Gated` does.
 
     A slope in log space grows with the value, at the most in proportion to it.
@@ -101,6 +65,10 @@ class SlopeSum(SummedSlopes):
     errors are small. Early windows are believed less, unless decay takes a large share of how far the held-out loss has
     fallen. Later the first move down that is well proven is larger, if some share of it is at stake and nothing is
     overfitted (docs/evidence.md).
+
+    Once the lowest held-out loss is less than half of the first, the sum shrinks in proportion to it; a loss that is
+    not above 0 changes nothing. The sum is begun anew by four windows in a row that say the opposite, and where windows
+    come to have other sub-batches than those before, or none.
 
     Args:
         rate: largest move in a window of `window_steps` steps, in coordinates. Other windows have their share of it,
@@ -141,6 +109,32 @@ class SlopeSum(SummedSlopes):
     saturation: float = Field(default=4.0, gt=0, le=100)
     raise_saturation: float = Field(default=2.0, gt=0, le=100)
     max_scale: float = Field(default=4.0, gt=0, le=100)
+    memory: float = Field(default=0.8, ge=0, lt=1)
+    window_steps: int | None = Field(default=30, ge=1)
+
+    def start(self) -> SlopeSumState:
+        return SlopeSumState()
+
+    def observe(self, state: Any, estimate: Estimate, context: Context) -> Any:
+        if context.base <= 0.0:
+            return state
+        slope, error = estimate.slope / context.base, estimate.normal_stderr / context.base
+        against = state.against + 1 if slope * state.total < 0 else 0
+        if against >= _WINDOWS_AGAINST or (state.sums and not estimate.has_sub_batches):
+            against, kept = 0, 0.0
+        else:
+            kept = self.memory ** window_share(self.window_steps, context)
+        after = state.with_level(estimate.level)
+        if 0.0 < after.scale < state.scale < math.inf:
+            kept *= after.scale / state.scale
+        total, variance = kept * state.total + slope, kept * kept * state.variance + error * error
+        sums: tuple[float, ...] = ()
+        if estimate.has_sub_batches:
+            sums = accumulated(state.sums, [own / context.base for own in estimate.slopes], kept)
+            total, variance = sum(own / len(sums) for own in sums), 0.0
+        if not (math.isfinite(total) and math.isfinite(variance)):
+            return self.retreat(state, context)
+        return replace(after, total=total, variance=variance, sums=sums, against=against)
 
     def propose(self, state: SlopeSumState, estimate: Estimate, context: Context) -> float | None:
         if context.base <= 0.0:

@@ -3,11 +3,10 @@
 | for | vetoes |
 |---|---|
 | a learning rate | `SmallSteps`, `LargeSteps` |
-| a weight decay, judged by its formula | `AgreesNow`, `NeedsGap`, `KeepsGap`, `NotEarly`, `WithinSpan`, `DoesHarm` |
+| a weight decay, judged by its formula | `NeedsGap`, `KeepsGap`, `NotEarly`, `WithinSpan`, `DoesHarm` |
 | a weight decay in fine-tuning | `KeepsWeights` |
 """
 
-from hdet.controllers.vetoes.agrees_now import AgreesNow
 from hdet.controllers.vetoes.does_harm import DoesHarm
 from hdet.controllers.vetoes.gap import KeepsGap, NeedsGap
 from hdet.controllers.vetoes.keeps_weights import KeepsWeights
@@ -17,7 +16,6 @@ from hdet.controllers.vetoes.small_steps import SmallSteps
 from hdet.controllers.vetoes.within_span import WithinSpan
 
 __all__ = [
-    "AgreesNow",
     "DoesHarm",
     "KeepsGap",
     "KeepsWeights",
