@@ -34,8 +34,8 @@ KEY = "hdet"
 ENDED = ".ended"
 """What the name of a checkpoint ends with if `Engine.finish` had ended the run before its last step."""
 
-UNDER_WAY: dict[Future[None], Path] = {}
-"""The saves in the background of this process, and the folders that they write to."""
+UNDER_WAY: dict[Future[None], tuple[Path, int]] = {}
+"""The saves in the background, the folders that they write to, and the process that does: not its forked children."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,10 @@ class CheckpointFolder:
         snapshot.refuse_of_a_search(engine.cycle)
         self.wait()
         here = self.path.resolve()
-        until_done([saving for saving, folder in list(UNDER_WAY.items()) if folder == here])  # another object's
+        others = [published for published, (folder, _) in list(UNDER_WAY.items()) if folder == here]
+        for published in others:
+            _require_own(published)
+        until_done(others)
         wait = wait or engine.finished
         target = self.path / _name(engine)
         group = everyone(engine)
@@ -120,7 +123,7 @@ class CheckpointFolder:
                     publisher = ThreadPoolExecutor(1)
                     published = publisher.submit(finish)
                     self._saving = Saving(engine, target, published)
-                    UNDER_WAY[published] = here
+                    UNDER_WAY[published] = here, os.getpid()
                     published.add_done_callback(UNDER_WAY.pop)
                     publisher.shutdown(wait=False)  # its thread ends with the save
                     if group is not None:
@@ -135,12 +138,13 @@ class CheckpointFolder:
         """Wait until a save in the background is done.
 
         Raises:
-            CheckpointError: it failed.
+            CheckpointError: it failed; or it is another process's, of which this one was forked meanwhile.
         """
         import torch.distributed.checkpoint as dcp
 
         if self._saving is None:
             return
+        _require_own(self._saving.published)
         saving, self._saving = self._saving, None
         BEFORE_THE_END.discard(self.wait)
         try:
@@ -241,6 +245,16 @@ class CheckpointFolder:
                     shutil.rmtree(part)
             except (OSError, CheckpointError) as error:
                 warn(f"{old} is no longer needed and cannot be removed: {error}")
+
+
+def _require_own(published: Future[None]) -> None:
+    """Whether a save in the background is this process's, which alone can wait for it."""
+    folder, process = UNDER_WAY.get(published, (None, os.getpid()))
+    if process != os.getpid():
+        raise CheckpointError(
+            f"process {process} was saving to {folder} in the background when this one was forked from it, which never "
+            f"hears that it is done: save, and wait, in that process alone"
+        )
 
 
 def _name(engine: Engine) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import json
+import multiprocessing
+import os
 import pickle
 import re
 import shutil
@@ -399,6 +401,41 @@ def test_a_save_waits_for_one_in_the_background_to_the_same_folder(
     first.wait()
     second.wait()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000004", "step_00000008"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("asked", ["wait", "save", "another"])
+def test_a_child_that_was_forked_in_mid_save_is_told_so(
+    asked: str, start: Callable[[], hdet.Engine], train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that writes is its parent's, and it would wait for ever."""
+    written, told = threading.Event(), threading.Event()
+
+    def slowly(*arguments: Any) -> None:
+        written.set()
+        told.wait(60)
+        publish(*arguments)
+
+    monkeypatch.setattr(folder, "publish", slowly)
+    engine = start()
+    train(engine, 4)
+    first, second = (hdet.checkpoints.CheckpointFolder(tmp_path) for _ in range(2))
+    target = first.save(engine, wait=False)
+    assert written.wait(60)
+
+    def child() -> None:
+        with pytest.raises(CheckpointError, match="in the background when this one was forked from it"):
+            first.wait() if asked == "wait" else (first if asked == "save" else second).save(engine)
+
+    forked = multiprocessing.get_context("fork").Process(target=child)
+    forked.start()
+    forked.join(30)
+    forked.kill()
+    told.set()
+    first.wait()
+    assert forked.exitcode == 0
+    assert (target / "manifest.json").exists()
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
