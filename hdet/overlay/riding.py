@@ -114,6 +114,18 @@ class Riding:
         self.lending.know(self.engine.knobs)
         self.passes.ride(self.engine, self.lending)
 
+    def refuse_at_work(self) -> None:
+        """It cannot be detached by what it measures with: what is compared would change meanwhile.
+
+        Raises:
+            StepError: the engine is at work.
+        """
+        if self._busy:
+            raise StepError(
+                "search.detach() was called while hdet measures, as by the probe's loss, with settings and weights "
+                "that it has to take back first: call it in a callback of search.on_window, or between two steps"
+            )
+
     def dismount(self) -> None:
         """Nothing of hdet stays in force."""
         self.passes.give_up()
@@ -130,7 +142,7 @@ class Riding:
         over = self._made_all_steps()
         if only_if_over and not over:
             return
-        with self.lending.all_in_force():
+        with self._at_work(), self.lending.all_in_force():
             record = self.engine.cycle.finish(last_weights=not over)
         self._tell(record)
 

@@ -135,7 +135,12 @@ class Search(AbstractContextManager["Search"]):
         self._riding.passes.drop()
 
     def detach(self) -> None:
-        """Leave the model and the optimizer as if hdet had never been there; what was trained stays."""
+        """Leave the model and the optimizer as if hdet had never been there; what was trained stays.
+
+        Raises:
+            StepError: hdet is measuring, as where the probe's loss calls this.
+        """
+        self._riding.refuse_at_work()
         attached = self.attached
         self.let_go()
         if attached and self.say_left is not None:

@@ -119,6 +119,38 @@ def test_detached_within_a_training_pass_the_pass_is_the_users_own(fails: bool) 
     assert not model._forward_pre_hooks
 
 
+@pytest.mark.parametrize("step", [0, 4, 9])
+@pytest.mark.parametrize("rates", ["auto", "matrices"])
+def test_detached_by_the_probes_loss_it_is_refused_and_nothing_stays_in_force(rates: str, step: int) -> None:
+    """In the first step, where losses are compared, as a window closes, and as a run that seems lost is ended."""
+    model = network()
+    optimizer = adamw(model)
+    before = optimizer.state_dict()["param_groups"]
+    made = 0
+
+    def loss(model: torch.nn.Module, given: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        if made == step:
+            search.detach()
+        return loss_of(model, given)
+
+    def run() -> None:
+        nonlocal made
+        for made in range(9):
+            search.loss(loss_of(model, batch(made)) * (1.0 if made < 5 else 100.0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        made = 9
+        search.finish()
+
+    own = hdet.Probe(loss, [batch(-1, part) for part in range(8)])
+    search = hdet.attach(model, optimizer, probe=own, total_steps=STEPS, window=5, rates=rates, quiet=True)
+    with pytest.raises(StepError, match=r"detach\(\) was called while hdet measures"):
+        run()
+    search.detach()
+    assert optimizer.state_dict()["param_groups"] == before
+    assert model[2].p == 0.2
+
+
 def test_where_a_group_is_gone_in_mid_pass_the_search_leaves_the_model_all_the_same() -> None:
     model = network()
     optimizer = adamw(model)
