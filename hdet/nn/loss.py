@@ -39,7 +39,8 @@ class CrossEntropyLoss(KnobModule, nn.CrossEntropyLoss):
         if self.label_smoothing_knob.always_zero:
             return plain
         smoothing = self.label_smoothing_knob.on(input.device)
-        return plain + smoothing * (self._at(1.0, input, target) - plain)
+        # Beside a loss of no dimensions the float32 scalar would widen half precision, which it does not in eager mode.
+        return (plain + smoothing * (self._at(1.0, input, target) - plain)).to(plain.dtype)
 
     def _at(self, smoothing: float, input: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(

@@ -56,6 +56,13 @@ def test_agrees_with_pytorch_eager_bitwise_and_compiled_closely(reduction: str, 
             torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_compiled_it_is_of_the_dtype_that_it_has_in_eager_mode(dtype: torch.dtype) -> None:
+    logits, target = problem("index")
+    compiled = torch.compile(CrossEntropyLoss(label_smoothing=0.1), backend="eager", fullgraph=True)
+    assert compiled(logits.to(dtype), target).dtype == dtype
+
+
 def test_never_smoothed_stays_finite_with_forbidden_classes() -> None:
     """loss(1) is infinite when a class has probability 0; it must not be touched then."""
     logits = torch.tensor([[0.0, 1.0, -torch.inf]])
