@@ -103,10 +103,10 @@ def evidence(history: Iterable[WindowRecord], knob: str) -> Figure:
 def save_figures(
     history: Iterable[WindowRecord], folder: Path | str, *, formats: Sequence[str] = FORMATS, title: str = ""
 ) -> list[Path]:
-    """Write every figure of a run in every format; returns the files.
+    """Write every figure of a run in every format; returns the files. Without a knob these are its losses alone.
 
     Raises:
-        ConfigError: the history explores no knob, or a format is not known.
+        ConfigError: the history is empty, or a format is not known.
         MissingExtraError: matplotlib is not installed (the extra `report`).
         OSError: a file cannot be written.
     """
@@ -114,8 +114,10 @@ def save_figures(
     if unknown:
         raise ConfigError(f"figures are written as {', '.join(FORMATS)}, not as {', '.join(unknown)}")
     windows = list(history)
-    made = {"overview": overview(windows, title=title), "losses": losses(windows)}
-    for number, knob in enumerate(_rows(windows)):
+    explored = not windows or knobs_of(windows)  # an empty history is refused by the overview
+    made = {"overview": overview(windows, title=title)} if explored else {}
+    made["losses"] = losses(windows)
+    for number, knob in enumerate(_rows(windows) if explored else ()):
         named = "".join(letter if letter.isascii() and letter.isalnum() else "_" for letter in knob.name)
         made[f"{number}_{named}_values"] = _single(lambda axis: _draw_values(axis, windows, knob))  # noqa: B023
         made[f"{number}_{named}_evidence"] = evidence(windows, knob.first)

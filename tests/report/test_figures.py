@@ -201,6 +201,13 @@ def test_every_figure_is_written_in_every_format(tmp_path: Path) -> None:
         save_figures(history(), tmp_path, formats=["gif"])
 
 
+def test_of_a_run_without_knobs_the_losses_are_written(tmp_path: Path) -> None:
+    """As of a plain one, reported beside a search."""
+    assert save_figures(history(0), tmp_path, formats=["svg"]) == [tmp_path / "losses.svg"]
+    with pytest.raises(ConfigError, match="nothing to draw"):
+        save_figures([], tmp_path)
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 def test_a_full_disk_is_the_systems_own_error(tmp_path: Path) -> None:
     (tmp_path / "overview.pdf").symlink_to("/dev/full")
