@@ -84,6 +84,9 @@ class WindowLogger(ABC):
             own.
     """
 
+    place: str | None = None
+    """What tells where it writes: there, loggers with one prefix write one series. None for nobody else there."""
+
     def __init__(self, *, prefix: str = "hdet") -> None:
         if not (isinstance(prefix, str) and prefix):
             raise ConfigError(f"prefix must be a name, such as 'hdet', and is {prefix!r}")
@@ -94,11 +97,6 @@ class WindowLogger(ABC):
     @abstractmethod
     def write(self, metrics: Mapping[str, float], step: int) -> None:
         """Write numbers by name, for the optimizer step that a window stopped at."""
-
-    @property
-    def place(self) -> str | None:
-        """What tells where it writes: there, loggers with one prefix write one series. None for nobody else there."""
-        return None
 
     def __call__(self, record: WindowRecord) -> None:
         """A window has closed."""
@@ -143,11 +141,7 @@ class JSONLines(WindowLogger):
     def __init__(self, path: str | os.PathLike[str], *, prefix: str = "hdet") -> None:
         super().__init__(prefix=prefix)
         self._path = Path(path)
-
-    @property
-    def place(self) -> str:
-        """The file."""
-        return str(self._path.resolve())
+        self.place = str(self._path.resolve())
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
         """Append a line."""
@@ -173,11 +167,7 @@ class TensorBoard(WindowLogger):
         self._writer = writer if self._folder is None else None
         if self._folder is not None:
             _require("tensorboard")
-
-    @property
-    def place(self) -> str | None:
-        """The folder."""
-        return str(self._folder) if self._folder is not None else getattr(self._writer, "log_dir", None)
+        self.place = str(self._folder) if self._folder is not None else getattr(writer, "log_dir", None)
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
         """Add a point to each curve."""
@@ -202,11 +192,7 @@ class WandB(WindowLogger):
         super().__init__(prefix=prefix)
         self._run = run
         self._defined = False
-
-    @property
-    def place(self) -> str | None:
-        """The run."""
-        return getattr(self._run, "id", None)
+        self.place = getattr(run, "id", None)
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
         """Log a row."""
@@ -231,17 +217,7 @@ class MLflow(WindowLogger):
     def __init__(self, run_id: str | None = None, *, prefix: str = "hdet") -> None:
         super().__init__(prefix=prefix)
         _require("mlflow")
-        self._run_id = run_id
-
-    @property
-    def place(self) -> str | None:
-        """The run."""
-        if self._run_id is not None:
-            return self._run_id
-        import mlflow
-
-        active = mlflow.active_run()
-        return active.info.run_id if active is not None else None
+        self._run_id = self.place = run_id
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
         """Log a batch; characters that MLflow takes in no name become `_`."""
@@ -249,6 +225,8 @@ class MLflow(WindowLogger):
 
         named = {re.sub(r"[^\w\-./: ]", "_", name): value for name, value in metrics.items()}
         mlflow.log_metrics(named, step=step, run_id=self._run_id)
+        if self._run_id is None and (active := mlflow.active_run()) is not None:
+            self.place = active.info.run_id
 
 
 class Trackio(WindowLogger):
@@ -262,12 +240,8 @@ class Trackio(WindowLogger):
     def __init__(self, run: Any, *, prefix: str = "hdet") -> None:
         super().__init__(prefix=prefix)
         self._run = run
-
-    @property
-    def place(self) -> str | None:
-        """The run."""
-        name = getattr(self._run, "name", None)
-        return None if name is None else f"{getattr(self._run, 'project', '')}/{name}"
+        name = getattr(run, "name", None)
+        self.place = None if name is None else f"{getattr(run, 'project', '')}/{name}"
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
         """Log a row."""

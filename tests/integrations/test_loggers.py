@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,26 @@ class Failing(hdet.loggers.WindowLogger):
     def write(self, metrics: Mapping[str, float], step: int) -> None:
         self.calls += 1
         raise OSError("no space left on device")
+
+
+class InOnePlace(hdet.loggers.WindowLogger):
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.place = place
+
+    def write(self, metrics: Mapping[str, float], step: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("places", [("there", "there"), ("there", "elsewhere")])
+def test_loggers_of_ones_own_say_where_they_write_by_an_attribute(places: tuple[str, str]) -> None:
+    history = train().history
+    one, other = map(InOnePlace, places)
+    match = "InOnePlace writes as hdet/... are of several searches"
+    with pytest.warns(UserWarning, match=match) if places[0] == places[1] else nullcontext():
+        for record in history:
+            one(record)
+            other(record)
 
 
 class Unreachable(hdet.loggers.WindowLogger):
