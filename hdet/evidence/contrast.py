@@ -225,8 +225,10 @@ class ContrastCollector(Collector):
         self.stateless = self.stateless or leaves_no_state(self.scene)
         heard = [k for k, half in enumerate(self.half) if half > 0.0]
         estimates = self.record.close(heard, self.half, partial(self._aim, harvest.window))
-        if self.held_out is not None and not estimates:
-            self.scene.unusable.look_along(self.held_out, self.spec.kind)
+        if estimates:
+            self.scene.unusable.told = False
+        elif self.held_out is not None:
+            self.scene.unusable.look_along(harvest.window.index, self.held_out, self.spec.kind)
         self._notice_in_vain(bool(heard) and not estimates)
         return self.levels.told(estimates, harvest)
 

@@ -120,7 +120,7 @@ class MixedDifferenceCollector(Collector):
         found = aim(self.scene, harvest.window.index, stateless=leaves_no_state(self.scene))
         if found is None:
             return {}
-        self.scene.unusable.look_along(found.losses, self.spec.kind)
+        self.scene.unusable.look_along(harvest.window.index, found.losses, self.spec.kind)
         gradient = [found.gradient(number) for number in range(len(found.sums))]
         step = [found.step(number) for number in range(len(found.sums))]
         if self.scene.apart:

@@ -217,3 +217,16 @@ def test_a_sub_batch_of_the_probe_that_is_not_finite_is_told_of_once(horizon: in
         records = train(engine)
     assert len(told) == 1
     assert [record.estimates["a"]["t"] for record in records] == [0.0] * 3
+
+
+@pytest.mark.parametrize("horizon", [0, 16])
+def test_a_damage_of_the_probe_that_comes_back_is_told_of_anew(horizon: int) -> None:
+    damaged = (1, 3, 4)
+    engine = make(
+        [knob(evidence=Contrast(horizon=horizon))],
+        batches=lambda window: (1.0, math.nan if window in damaged else 1.0),
+        windows=7,
+    )
+    with pytest.warns(UserWarning, match="took its gradient, so that it learned nothing in that window") as told:
+        train(engine)
+    assert [str(warning.message).partition(" the ")[0] for warning in told] == ["in window 1", "in window 3"]

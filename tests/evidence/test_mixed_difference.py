@@ -848,6 +848,14 @@ def test_a_gradient_apart_from_training_leaves_no_trace() -> None:
     assert all(parameter.grad is None for parameter in own[1:])
 
 
+def test_a_damage_of_the_probe_that_comes_back_is_told_of_anew() -> None:
+    damaged = (1, 3, 4)
+    engine = make([quiet()], held_out=lambda window: (1.0, math.nan if window in damaged else 1.0), windows=6)
+    with pytest.warns(UserWarning, match="mixed_difference took its gradient, so that it learned nothing") as told:
+        train(engine)
+    assert [str(warning.message).partition(" the ")[0] for warning in told] == ["in window 1", "in window 3"]
+
+
 def test_a_sub_batch_of_the_probe_that_is_not_finite_is_told_of_once() -> None:
     engine = make([quiet()], held_out=(1.0, math.nan), windows=3)
     with pytest.warns(UserWarning, match="mixed_difference took its gradient, so that it learned nothing") as told:

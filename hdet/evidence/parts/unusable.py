@@ -19,13 +19,13 @@ class Unusable:
         self._window = -1
         self._partly = False  # whether some were finite at some points only in the window that was last looked at
         self._on_end = 0
-        self._said = False  # whether it was told of sub-batches that are finite nowhere
+        self.told = False  # whether evidence that learned nothing by them was told of, since any has learned again
 
     def look(self, window: int, losses: NDArray[np.float64], replicas: int) -> None:
         """Look at losses [P, J] that are the same on every process; point p is replica p % replicas' to evaluate."""
         finite = np.isfinite(losses)
         look_everywhere(losses)
-        self._said = self._said or not finite.any(axis=0).all()
+        self.told = self.told or not finite.any(axis=0).all()
         if window != self._window:
             self._on_end = self._on_end if self._partly else 0
             self._window, self._partly = window, False
@@ -44,17 +44,17 @@ class Unusable:
                 f"batches on all ranks, and at whether the loss overflows near the weights that are trained"
             )
 
-    def look_along(self, losses: Tensor, evidence: str) -> None:
+    def look_along(self, window: int, losses: Tensor, evidence: str) -> None:
         """Look at the losses [J] of whose gradient a kind of evidence learned nothing. Waits for the device."""
         lost = np.flatnonzero(~np.isfinite(losses.double().cpu().numpy())).tolist()
-        if lost and not self._said:
-            self._said = True
+        if lost and not self.told:
             warn(
-                f"the probe's loss was not finite on {len(lost)} of {len(losses)} sub-batches (first {lost[:4]}) where "
-                f"{evidence} took its gradient, so that it learned nothing in that window, and the knobs it judges "
-                f"stay where they are: look at these batches (an empty mask, a label that is missing) and at the loss "
-                f"(said once)"
+                f"in window {window} the probe's loss was not finite on {len(lost)} of {len(losses)} sub-batches "
+                f"(first {lost[:4]}) where {evidence} took its gradient, so that it learned nothing in that window, "
+                f"and the knobs it judges stay where they are: look at these batches (an empty mask, a label that is "
+                f"missing) and at the loss (said once, and anew where it comes back)"
             )
+        self.told = bool(lost)
 
 
 def look_everywhere(losses: NDArray[np.float64]) -> None:

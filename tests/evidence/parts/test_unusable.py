@@ -42,8 +42,8 @@ def test_along_its_gradient_a_sub_batch_is_told_of_once_and_not_after_what_it_is
         warnings.simplefilter("always")
         if looked:
             own.look(0, at(*((point, 1) for point in range(4))), 2)
-        for _ in range(2):
-            own.look_along(torch.tensor([1.0, torch.nan, 1.0]), "contrast")
+        for window in range(2):
+            own.look_along(window, torch.tensor([1.0, torch.nan, 1.0]), "contrast")
     assert [("at any weights" in str(one.message)) for one in caught] == [looked]
 
 
