@@ -248,7 +248,7 @@ class CheckpointFolder:
 
 
 def _require_own(published: Future[None]) -> None:
-    """Whether a save in the background is this process's, which alone can wait for it."""
+    """Refuse to wait for a save in the background that another process makes."""
     folder, process = UNDER_WAY.get(published, (None, os.getpid()))
     if process != os.getpid():
         raise CheckpointError(
